@@ -1,0 +1,124 @@
+"""Memory of a timeline: activations as a step function of time, and what each rank holds at its worst.
+
+F allocates a micro-batch's activations when it starts; B, W and BW free their parts when they end (`rules.ALLOCATES`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageloom.metrics._columns import Floats, per_rank
+from stageloom.op import Kind
+from stageloom.rules import ALLOCATES
+from stageloom.schedule import Schedule
+from stageloom.simulate import Timeline
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Activations held by each rank: rank r owns entries offsets[r] to offsets[r + 1] - 1, one an op.
+
+    From `time[i]` on (to the rank's next entry) the rank holds `units[i]` micro-batches of a whole rank's layers, or
+    `bytes[i]`. `row[i]` is the op that changed it.
+    """
+
+    offsets: NDArray[np.int64]
+    time: Floats
+    units: Floats
+    bytes: Floats
+    row: NDArray[np.int64]
+
+
+def memory_curve(timeline: Timeline) -> MemoryCurve:
+    """The activations of every rank over time."""
+    schedule, costs = timeline.schedule, timeline.costs
+    order = _event_order(schedule)
+    kind = schedule.kind if order is None else schedule.kind[order]
+    freed_by_b, freed_by_w = (_running(ALLOCATES[:, part][kind], schedule.offsets) for part in (0, 1))
+    scale = schedule.ranks / schedule.stages / schedule.slices
+    units = (freed_by_b * (1.0 - costs.w_share) + freed_by_w * costs.w_share) * scale
+    time = np.where(schedule.kind == Kind.F, timeline.start, timeline.end)
+    if isinstance(costs.activation_bytes, list):
+        per_stage = costs.pieces("activation_bytes", schedule.stages, schedule.ranks) / schedule.slices
+        part = ALLOCATES @ np.array([1.0 - costs.w_share, costs.w_share])
+        stage = schedule.stage if order is None else schedule.stage[order]
+        held = _running(part[kind] * per_stage[stage], schedule.offsets)
+    else:
+        held = units * costs.activation_bytes
+    rows = np.arange(len(schedule)) if order is None else order
+    return MemoryCurve(schedule.offsets, time if order is None else time[order], units, held, rows)
+
+
+def _event_order(schedule: Schedule) -> NDArray[np.int64] | None:
+    """Rows in the order in which their memory changes: the forward of a pair allocates before its partner frees."""
+    late = np.flatnonzero(schedule.pair)
+    late = late[(schedule.kind[late] != Kind.F) & (schedule.kind[late + 1] == Kind.F)]
+    if not len(late):
+        return None
+    order = np.arange(len(schedule))
+    order[late], order[late + 1] = late + 1, late
+    return order
+
+
+def _running(steps: NDArray[np.generic], offsets: NDArray[np.int64]) -> Floats:
+    """Running sum of `steps` that starts anew on each rank."""
+    total = np.cumsum(steps, dtype=np.int64 if steps.dtype.kind == "i" else np.float64)
+    before = np.concatenate((np.zeros(1, dtype=total.dtype), total))[offsets[:-1]]
+    return (total - np.repeat(before, np.diff(offsets))).astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes a rank holds, one value a rank: weights (every replica and every stashed version), their gradients,
+    optimiser state, and activations at their peak; `peak` is the sum."""
+
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+
+    @property
+    def peak(self) -> Floats:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def rank_memory(timeline: Timeline, curve: MemoryCurve | None = None) -> RankMemory:
+    """What each rank holds at its worst, in bytes."""
+    schedule, costs = timeline.schedule, timeline.costs
+    curve = memory_curve(timeline) if curve is None else curve
+
+    def held(key: str) -> Floats:
+        pieces = costs.pieces(key, schedule.stages, schedule.ranks)
+        total = np.zeros(schedule.ranks)
+        for path in schedule.placement.table:
+            np.add.at(total, path, pieces)
+        return total
+
+    return RankMemory(
+        held("parameter_bytes") * weight_versions(schedule),
+        held("gradient_bytes"),
+        held("optimizer_bytes"),
+        per_rank(np.maximum, curve.bytes, schedule.offsets, 0.0),
+    )
+
+
+def weight_versions(schedule: Schedule) -> Floats:
+    """The most weight versions each rank holds at once: 1 where the schedule is synchronous.
+
+    An asynchronous rank keeps every version from the one of its oldest micro-batch in flight to the newest it has made.
+    """
+    held = np.ones(schedule.ranks)
+    if schedule.version is None:
+        return held
+    for rank in range(schedule.ranks):
+        mine = slice(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1]))
+        kind, stage, version = schedule.kind[mine], schedule.stage[mine], schedule.version[mine]
+        for each in np.unique(stage):
+            forwards = (kind == Kind.F) & (stage == each)
+            ended = np.cumsum(((kind == Kind.BW) | (kind == Kind.W)) & (stage == each))[forwards]
+            oldest = version[forwards][np.minimum(ended, len(ended) - 1)]
+            held[rank] = max(held[rank], float((ended // schedule.update_every - oldest + 1).max(initial=1)))
+    return held

@@ -1,0 +1,49 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from stageloom.errors import InputError
+
+
+def write_whole(path: str | Path, data: str | bytes) -> None:
+    """Write `data` to `path` through a temporary file beside it: a reader sees the old file or the whole new one.
+
+    Raises InputError where the folder is missing, the path is a folder, or it cannot be written.
+    """
+    target = Path(path)
+    folder = target.parent
+    if os.path.isdir(target):
+        raise InputError(f"{path}: is a folder; give the name of a file in it")
+    if not os.path.isdir(folder):
+        raise InputError(f"{path}: there is no folder {folder}; create it or give another path")
+    content = data.encode("utf-8") if isinstance(data, str) else data
+    # A link is followed, so that what it points to is replaced and the link stays.
+    target = target.resolve()
+    temporary = ""
+    try:
+        if target.exists() and not target.is_file():
+            # A device or a pipe (/dev/stdout) is written to, never replaced.
+            target.write_bytes(content)
+            return
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, _mode(target))
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _mode(target: Path) -> int:
+    """The mode of the file that is replaced, else what the process's umask gives a new file."""
+    if target.exists():
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

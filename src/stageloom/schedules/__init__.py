@@ -1,0 +1,42 @@
+"""The published schedules, one file each; a file with a `record` is found by being there."""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from stageloom.errors import InputError
+from stageloom.schedule import Schedule
+from stageloom.schedules._record import Case, Option, Promise, Record, Refusal
+
+__all__ = ["Case", "Option", "Promise", "Record", "Refusal", "build", "find", "records"]
+
+
+@cache
+def records() -> tuple[Record, ...]:
+    """All schedules, in the order of their names."""
+    names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    found: list[Record] = [import_module(f"{__name__}.{name}").record for name in names]
+    return tuple(sorted(found, key=lambda record: record.name))
+
+
+def find(name: str) -> Record:
+    """The schedule of this name or alias (case, `_` and `-` do not matter). Raises InputError with near names."""
+    wanted = name.lower().replace("_", "-")
+    known: dict[str, Record] = {}
+    for record in records():
+        for known_as in (record.name, *record.aliases):
+            known[known_as] = record
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(r.name for r in records())}"
+    raise InputError(f"no schedule named {name!r}; {hint}")
+
+
+def build(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
+    """The schedule of this name at these sizes. Raises InputError, or ConstraintError with the nearest sizes."""
+    return find(name)(ranks, microbatches, **options)

@@ -1,0 +1,152 @@
+"""What a schedule's file states about it: tests, command line, documentation and gallery loop over these records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stageloom.errors import ConstraintError, InputError
+from stageloom.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a promise is a function of.
+
+    `F, B, W` are times of a whole rank's layers for one micro-batch, `latency` that of a message, `pair` the time of an
+    overlapped F&B(&W) pair, `w_share` the part of a micro-batch's activations that only W frees. `chunks` and
+    `options` are as built.
+    """
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    F: float = 1.0
+    B: float = 1.0
+    W: float = 1.0
+    latency: float = 0.0
+    pair: float | None = None
+    w_share: float = 0.5
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def paired(self) -> float:
+        """Time of an overlapped pair of a forward and a full backward."""
+        return self.F + self.B + self.W if self.pair is None else self.pair
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the paper says, and when it is exact: `text` for reading, `value` to compute it, `exact` the conditions."""
+
+    text: str
+    value: Callable[[Case], Any]
+    exact: str
+    holds: Callable[[Case], bool]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword of a schedule's build function. Whole numbers from `least`, or one of `choices`."""
+
+    name: str
+    default: Any
+    help: str
+    least: int | None = None
+    choices: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why these sizes cannot be built, and the nearest that can."""
+
+    reason: str
+    remedy: str
+
+
+def anything(ranks: int, microbatches: int, **options: Any) -> Refusal | None:
+    """The limits of a schedule that has none beyond one rank and one micro-batch."""
+    return None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A published schedule. `bubble` promises (cost - work), `activations` the peak of every rank in micro-batches;
+    `variants` are the options that a comparison shows."""
+
+    name: str
+    title: str
+    citation: str
+    summary: str
+    build: Callable[..., Schedule]
+    aliases: tuple[str, ...] = ()
+    synchronous: bool = True
+    options: tuple[Option, ...] = ()
+    limits: Callable[..., Refusal | None] = anything
+    variants: tuple[dict[str, Any], ...] = ({},)
+    bubble: Promise | None = None
+    activations: Promise | None = None
+
+    def option_values(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The options to build with: `given` over the defaults. Raises InputError for one that is unknown or wrong."""
+        values = {option.name: option.default for option in self.options}
+        for name, value in given.items():
+            if name not in values:
+                known = ", ".join(values) if values else "none"
+                raise InputError(f"{self.name}: no option {name!r}; its options: {known}")
+            values[name] = value
+        for option in self.options:
+            _check_option(self.name, option, values[option.name])
+        return values
+
+    def refusal(self, ranks: int, microbatches: int, **given: Any) -> Refusal | None:
+        """None where these sizes can be built; else the reason and the nearest that can."""
+        for name, value in (("ranks", ranks), ("microbatches", microbatches)):
+            _check_whole(f"{self.name}: {name}", value, 1)
+        values = self.option_values(given)
+        ops = 3 * ranks * microbatches * _multiple(values)
+        if ops > LARGEST:
+            raise InputError(f"{self.name}: {ops:,} ops at these sizes; Stageloom builds up to {LARGEST:,}")
+        return self.limits(ranks, microbatches, **values)
+
+    def __call__(self, ranks: int, microbatches: int, **given: Any) -> Schedule:
+        """Build it. Raises ConstraintError where these sizes cannot be built, InputError for a wrong option."""
+        refused = self.refusal(ranks, microbatches, **given)
+        if refused is not None:
+            raise ConstraintError(self.name, refused.reason, refused.remedy)
+        return self.build(ranks, microbatches, **self.option_values(given))
+
+
+def _check_option(schedule: str, option: Option, value: Any) -> None:
+    if option.choices:
+        if value not in option.choices:
+            raise InputError(
+                f"{schedule}: {option.name} = {value!r}; expected one of {', '.join(map(str, option.choices))}"
+            )
+    else:
+        _check_whole(f"{schedule}: {option.name}", value, option.least or 0)
+
+
+def _check_whole(what: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{what} = {value!r}; a whole number of at least {least} is needed")
+
+
+def _multiple(options: dict[str, Any]) -> int:
+    """How many times a whole-rank pass these options cut (chunks, waves of two chunks, slices)."""
+    return int(options.get("chunks", 1)) * 2 * int(options.get("waves", 1)) * int(options.get("slices", 1))
+
+
+LARGEST = 60_000_000
+"""Ops a schedule may have: beyond it the columns would not fit an ordinary machine's memory."""
+
+CHUNKS = Option("chunks", 2, "chunks a rank (v)", least=1)
+
+
+def even_ranks(ranks: int) -> Refusal | None:
+    """For schedules of two opposite directions: they meet in the middle of an even number of ranks."""
+    if ranks % 2 == 0:
+        return None
+    near = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
+    return Refusal(f"{ranks} ranks; its two directions need an even number", f"nearest: {near} ranks")

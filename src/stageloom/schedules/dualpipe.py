@@ -1,0 +1,90 @@
+"""DualPipe: two directions over two replicas; a forward of one overlaps the backward of the other, so that a
+mixture-of-experts layer's all-to-all hides under compute.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, figure 5 and table 2; the eight steps are those of DeepSeek's
+published description of the schedule. Here F0, F1 are forwards of the two directions as this rank meets them: 0 is the
+direction in which the rank is in the first half of the pipeline.
+"""
+
+from stageloom.placement import two_way
+from stageloom.schedule import Schedule, assemble
+from stageloom.schedules._record import Promise, Record, Refusal, even_ranks
+from stageloom.tape import BW, B, F, Tape, W
+
+
+def steps(
+    own: tuple[Tape, Tape, Tape], other: tuple[Tape, Tape, Tape], far: int, near: int, pairs: int, middle: bool
+) -> Tape:
+    """DualPipe's eight steps. `own`, `other` are (F, B, BW) of direction 0 and 1; `far` (H-h-1) and `near` (h+1) count
+    ranks to the turn and to the end, `pairs` the rounds of step 4; `middle`: its first F0 and B1 are not overlapped."""
+    f0, b0, bw0 = own
+    f1, b1, bw1 = other
+    overlapped = (f0 & bw1) + (f1 & bw0)
+    if middle and pairs:
+        steady = f0 + bw1 + (f1 & bw0) + overlapped * (pairs - 1)
+    else:
+        steady = overlapped * pairs
+    full = near // 2  # rounds of step 6 with full backwards; where `near` is odd the split starts inside a round
+    if near % 2 == 0:
+        tail = (bw1 + bw0) * full + (b1 + b0) * (near - full)
+    else:
+        tail = (bw1 + bw0) * full + bw1 + b0 + (b1 + b0) * (near - full - 1)
+    return (
+        f0 * (2 * far)
+        + (f0 + f1) * near
+        + (b1 + W + f1) * far
+        + steady
+        + (bw1 + (f1 & bw0)) * far
+        + tail
+        + (W + b0) * far
+        + W * near
+    )
+
+
+def build(ranks: int, microbatches: int) -> Schedule:
+    half = ranks // 2
+    tapes: list[Tape] = []
+    for rank in range(ranks):
+        near = min(rank, ranks - 1 - rank) + 1
+        first = 0 if rank < half else 1
+        own = F.on(path=first), B.on(path=first), BW.on(path=first)
+        other = F.on(path=1 - first), B.on(path=1 - first), BW.on(path=1 - first)
+        pairs = microbatches // 2 - ranks + near
+        tapes.append(steps(own, other, half - near, near, pairs, near == half))
+    return assemble("dualpipe", two_way(ranks), tapes, microbatches)
+
+
+def limits(ranks: int, microbatches: int) -> Refusal | None:
+    odd = even_ranks(ranks)
+    if odd is not None:
+        return odd
+    least = 2 * ranks
+    if microbatches < least:
+        return Refusal(
+            f"{microbatches} micro-batches on {ranks} ranks; it needs at least 2P = {least}", f"nearest: {least}"
+        )
+    if microbatches % 2:
+        return Refusal(
+            f"{microbatches} micro-batches; half of them take each direction, so it needs an even number",
+            f"nearest: {microbatches - 1 if microbatches > least else least} or {microbatches + 1}",
+        )
+    return None
+
+
+record = Record(
+    name="dualpipe",
+    title="DualPipe",
+    citation="DeepSeek-V3, arXiv 2412.19437, figure 5 and table 2",
+    summary="two directions, forward overlapped with the other's backward; two copies of the parameters",
+    build=build,
+    limits=limits,
+    bubble=Promise(
+        "(P/2-1)(F&B + B - 3W), B the full backward",
+        lambda c: (c.ranks // 2 - 1) * (c.paired + c.B + c.W - 3 * c.W),
+        "equal stages, no latency, F = B = W, pair = F + B + W",
+        lambda c: c.latency == 0 and c.F == c.B == c.W and c.paired == c.F + c.B + c.W,
+    ),
+    activations=Promise(
+        "P+1", lambda c: [c.ranks + 1.0] * c.ranks, "M >= 2P+2", lambda c: c.microbatches >= 2 * c.ranks + 2
+    ),
+)

@@ -1,0 +1,34 @@
+"""Run the command line in this process, as a user would from a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+from stageloom.cli import main
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+
+def stageloom(*arguments: str) -> Result:
+    """`stageloom ARGUMENTS`: exit status, standard output, standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    status = 0
+    with (
+        mock.patch.object(sys, "argv", ["stageloom", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as exit_:
+            status = exit_.code if isinstance(exit_.code, int) else 0 if exit_.code is None else 1
+    return Result(status, out.getvalue(), err.getvalue())
