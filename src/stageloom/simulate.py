@@ -18,7 +18,7 @@ from stageloom import _kernel
 from stageloom.costs import Costs
 from stageloom.errors import InputError, ScheduleError
 from stageloom.schedule import Schedule
-from stageloom.validate import problems
+from stageloom.validate import problems, sound_on_ranks
 
 Floats = NDArray[np.float64]
 
@@ -58,21 +58,29 @@ class Timeline:
         receiver = np.flatnonzero(source >= 0)
         receiver = receiver[schedule.rank[source[receiver]] != schedule.rank[receiver]]
         sender = source[receiver].astype(np.int64)
-        return Messages(sender, receiver, self.end[sender], self.arrival[receiver])
+        depart = self.end[sender]
+        if self.costs.occupancy:  # it may have queued for its link
+            latency, transfer = self.costs.link_times(schedule.ranks)
+            edge = schedule.rank[sender], schedule.rank[receiver]
+            depart = np.maximum(depart, self.arrival[receiver] - latency[edge] - transfer[edge] / schedule.slices)
+        return Messages(sender, receiver, depart, self.arrival[receiver])
 
 
 def durations(schedule: Schedule, costs: Costs) -> Floats:
-    """How long every row takes; the first row of a pair takes the time of the pair, the second 0. Overhead included."""
+    """How long every row takes; the first row of a pair takes the time of the pair, the second 0.
+
+    Every op's overhead is included, a pair's twice; stragglers are slower in all of it.
+    """
     times = costs.stage_times(schedule.stages, schedule.ranks) / schedule.slices
     taken = times.ravel()[schedule.kind * np.int32(schedule.stages) + schedule.stage]
+    first = np.flatnonzero(schedule.pair)
+    if len(first):
+        taken[first] = (taken[first] + taken[first + 1]) * costs.overlap_factor() + costs.overhead
+        taken[first + 1] = -costs.overhead
     if costs.overhead:
         taken += costs.overhead
     if costs.stragglers:
         taken *= costs.rank_factors(schedule.ranks)[schedule.rank]
-    first = np.flatnonzero(schedule.pair)
-    if len(first):
-        taken[first] = (taken[first] + taken[first + 1]) * costs.overlap_factor()
-        taken[first + 1] = 0.0
     return taken
 
 
@@ -85,7 +93,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def require_sound(schedule: Schedule) -> None:
     """Raise ScheduleError unless every part is done once, at its place, after what it waits for on its rank."""
-    if schedule.links.faults:
+    if not sound_on_ranks(schedule):
         raise _refused(schedule)
 
 

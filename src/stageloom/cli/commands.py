@@ -41,7 +41,7 @@ from stageloom.cli.app import (
 from stageloom.compare import Comparison
 from stageloom.compare import compare as compare_all
 from stageloom.costs import Costs
-from stageloom.metrics import measure, rank_memory
+from stageloom.metrics import critical_path, gaps, measure, rank_memory
 from stageloom.schedules import records
 from stageloom.simulate import monte_carlo
 from stageloom.simulate import simulate as run
@@ -128,6 +128,9 @@ def simulate(
     ] = None,
     runs: Annotated[int, typer.Option("--runs", parser=whole, metavar="INT", help="Runs of the Monte-Carlo.")] = 200,
     seed: Annotated[int, typer.Option("--seed", parser=whole, metavar="INT", help="Seed of the Monte-Carlo.")] = 0,
+    detail: Annotated[
+        bool, typer.Option("--detail", help="Every rank's idle time by cause, and the critical path.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """One schedule in time and memory: all its numbers."""
@@ -140,11 +143,17 @@ def simulate(
     anatomy = None if given.anatomy is None else given.anatomy.result
     metrics = measure(timeline)
     if not as_json:
-        tables.print_metrics(metrics, rank_memory(timeline), spread, anatomy, tables.console())
+        console = tables.console()
+        tables.print_metrics(metrics, rank_memory(timeline), spread, anatomy, console)
+        if detail:
+            tables.print_detail(gaps(timeline), critical_path(timeline), value.ranks, given.unit, console)
         return
     data = asdict(metrics)
     if anatomy is not None:
         data["anatomy"] = {key: part for key, part in asdict(anatomy).items() if key != "spans"}
+    if detail:
+        data["gaps"] = gaps(timeline).rows()
+        data["critical_path"] = [asdict(step) for step in critical_path(timeline)]
     if spread is not None:
         data["jitter"] = {"deviation": jitter, "runs": runs, "seed": seed} | {
             f"makespan_p{percent}": spread.percentile(percent) for percent in (5, 50, 95)
@@ -190,6 +199,9 @@ def show(
     drawing.write(run(value, given), form, out)
 
 
+SHOWN = 40  # problems that `validate` shows
+
+
 class SendMode(StrEnum):
     buffered = "buffered"
     fifo = "fifo"
@@ -216,7 +228,9 @@ def validate(
     if as_json:
         tables.print_json([asdict(problem) for problem in found])
     elif found:
-        tables.console().print(explain(schedule, found))
+        tables.console().print(explain(schedule, found[:SHOWN]))
+        if len(found) > SHOWN:
+            tables.console().print(f"and {len(found) - SHOWN:,} more problems; --json lists all")
     else:
         parts = f"{schedule.ranks} ranks, {schedule.microbatches} micro-batches, {len(schedule):,} ops"
         tables.console().print(f"{file}: sound ({parts}; {sends.value} sends)")

@@ -84,7 +84,9 @@ def times(timeline: Timeline) -> dict[str, object]:
 
 
 def print_timeline(timeline: Timeline, out: Console) -> None:
-    """The timeline in the terminal, as wide as it is."""
+    """The timeline in the terminal, as wide as it is, below a line that names it."""
+    schedule = timeline.schedule
+    out.print(f"[bold]{schedule.name}[/bold]: {schedule.ranks} ranks, {schedule.microbatches} micro-batches")
     out.print(text.timeline(timeline, out.width, colour=out.color_system is not None))
 
 

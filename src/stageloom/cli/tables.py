@@ -13,11 +13,12 @@ from rich.text import Text
 
 from stageloom.anatomy import Anatomy
 from stageloom.compare import Comparison
-from stageloom.metrics import CAUSES, Metrics, RankMemory
+from stageloom.metrics import CAUSES, Gaps, Metrics, RankMemory, Step
 from stageloom.schedules import Record
 from stageloom.simulate import Spread
 
 BAR = 10  # cells of the bubble bar
+PATH_END = 60  # steps of the critical path shown at either end
 
 
 def console() -> Console:
@@ -221,6 +222,24 @@ def _print_ranks(metrics: Metrics, memory: RankMemory, out: Console) -> None:
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.peak)
         table.add_row(str(rank), share(busy), count(peak), *([size(float(p[rank])) for p in parts] if in_bytes else []))
     out.print(table)
+
+
+def print_detail(found: Gaps, steps: list[Step], ranks: int, unit: str | None, out: Console) -> None:
+    """Idle time of every rank by cause, and the critical path."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="idle time by cause", title_justify="left")
+    table.add_column("rank", justify="right")
+    for cause in CAUSES:
+        table.add_column(cause, justify="right")
+    for rank, row in enumerate(found.by_rank(ranks)):
+        table.add_row(str(rank), *(time(float(value)) for value in row))
+    out.print(table)
+    ops = sum(step.what == "op" for step in steps)
+    words = [step.text if step.what == "op" else "->" for step in steps]
+    if len(words) > 2 * PATH_END:
+        words = [*words[:PATH_END], f"... {len(words) - 2 * PATH_END} more ...", *words[-PATH_END:]]
+    until = f"{time(steps[-1].end)}{' ' + unit if unit else ''}" if steps else "0"
+    out.print(f"[bold]critical path[/bold]: {ops} ops and {len(steps) - ops} messages (->), until {until}")
+    out.print(" ".join(words))
 
 
 def print_list(records: tuple[Record, ...], out: Console) -> None:

@@ -42,6 +42,19 @@ class Gaps:
         time = np.bincount(self.cause, weights=self.end - self.start, minlength=len(CAUSES))
         return {cause: float(time[index]) for index, cause in enumerate(CAUSES)}
 
+    def rows(self) -> list[dict[str, float | int | str]]:
+        """One record an interval."""
+        columns = zip(self.rank.tolist(), self.start.tolist(), self.end.tolist(), self.cause.tolist(), strict=True)
+        return [
+            {"rank": rank, "start": start, "end": end, "cause": CAUSES[cause]} for rank, start, end, cause in columns
+        ]
+
+    def by_rank(self, ranks: int) -> Floats:
+        """Idle time `[rank, cause]`."""
+        time = np.zeros((ranks, len(CAUSES)))
+        np.add.at(time, (self.rank, self.cause), self.end - self.start)
+        return time
+
 
 @dataclass(frozen=True)
 class Window:

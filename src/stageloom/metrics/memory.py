@@ -1,6 +1,7 @@
 """Memory of a timeline: activations as a step function of time, and what each rank holds at its worst.
 
 F allocates a micro-batch's activations when it starts; B, W and BW free their parts when they end (`rules.ALLOCATES`).
+Where W frees more than F allocated (w_share above 1), B allocates the difference when it starts.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class MemoryCurve:
 def memory_curve(timeline: Timeline) -> MemoryCurve:
     """The activations of every rank over time."""
     schedule, costs = timeline.schedule, timeline.costs
-    order = _event_order(schedule)
+    allocates = schedule.kind == Kind.F
+    if costs.w_share > 1:
+        allocates |= schedule.kind == Kind.B
+    order = _event_order(schedule, allocates)
     kind = schedule.kind if order is None else schedule.kind[order]
     freed_by_b, freed_by_w = (_running(ALLOCATES[:, part][kind], schedule.offsets) for part in (0, 1))
     scale = schedule.ranks / schedule.stages / schedule.slices
     units = (freed_by_b * (1.0 - costs.w_share) + freed_by_w * costs.w_share) * scale
-    time = np.where(schedule.kind == Kind.F, timeline.start, timeline.end)
+    time = np.where(allocates, timeline.start, timeline.end)
     if isinstance(costs.activation_bytes, list):
         per_stage = costs.pieces("activation_bytes", schedule.stages, schedule.ranks) / schedule.slices
         part = ALLOCATES @ np.array([1.0 - costs.w_share, costs.w_share])
@@ -52,10 +56,10 @@ def memory_curve(timeline: Timeline) -> MemoryCurve:
     return MemoryCurve(schedule.offsets, time if order is None else time[order], units, held, rows)
 
 
-def _event_order(schedule: Schedule) -> NDArray[np.int64] | None:
-    """Rows in the order in which their memory changes: the forward of a pair allocates before its partner frees."""
+def _event_order(schedule: Schedule, allocates: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+    """Rows in the order in which their memory changes: one half of a pair allocates before the other frees."""
     late = np.flatnonzero(schedule.pair)
-    late = late[(schedule.kind[late] != Kind.F) & (schedule.kind[late + 1] == Kind.F)]
+    late = late[~allocates[late] & allocates[late + 1]]
     if not len(late):
         return None
     order = np.arange(len(schedule))

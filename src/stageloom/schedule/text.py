@@ -29,6 +29,7 @@ from stageloom.errors import InputError
 from stageloom.op import KIND_NAMES, Kind
 from stageloom.placement import Placement
 from stageloom.schedule.value import CUTS, Cut, Schedule
+from stageloom.tape import ANYWHERE
 
 FORMAT_VERSION: Final = 1
 MAGIC: Final = "stageloom schedule"
@@ -286,6 +287,8 @@ def _finish(draft: _Draft) -> Schedule:
     for key in ("name", "ranks", "microbatches", "paths"):
         if not getattr(draft, key):
             raise draft.wrong(f"`{'path' if key == 'paths' else key}:` is missing")
+    if len(draft.paths) >= ANYWHERE:
+        raise draft.wrong(f"has {len(draft.paths)} paths; up to {ANYWHERE - 1} can be told apart")
     try:
         placement = Placement(draft.ranks, tuple(draft.paths))
     except InputError as error:

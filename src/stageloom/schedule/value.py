@@ -65,13 +65,6 @@ class Schedule:
     version: Ints | None = field(default=None)
     update_every: int = 0
 
-    def __post_init__(self) -> None:
-        if (self.version is None) != (self.update_every == 0):
-            raise InputError(
-                f"{self.name}: an asynchronous schedule states both the weight versions of its ops and update_every, "
-                "a synchronous one neither"
-            )
-
     @property
     def ranks(self) -> int:
         return self.placement.ranks

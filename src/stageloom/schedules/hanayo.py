@@ -50,4 +50,10 @@ record = Record(
         "equal stages, no latency, F = B+W, M a multiple of P",
         lambda c: c.latency == 0 and c.F == c.B + c.W and c.microbatches % c.ranks == 0,
     ),
+    activations=Promise(
+        "P - (P-1-r)/2W",
+        lambda c: [c.ranks - (c.ranks - 1 - r) / (2 * c.options["waves"]) for r in range(c.ranks)],
+        "M >= P",
+        lambda c: c.microbatches >= c.ranks,
+    ),
 )

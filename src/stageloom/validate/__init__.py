@@ -18,8 +18,8 @@ What is checked, by code:
     rendezvous  sends="blocking": ranks that wait for one another's send or receive in a circle
 """
 
-from stageloom.validate.check import SENDS, Sends, problems
+from stageloom.validate.check import SENDS, Sends, problems, sound_on_ranks
 from stageloom.validate.explain import explain
 from stageloom.validate.problem import Problem
 
-__all__ = ["SENDS", "Problem", "Sends", "explain", "problems"]
+__all__ = ["SENDS", "Problem", "Sends", "explain", "problems", "sound_on_ranks"]

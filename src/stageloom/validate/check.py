@@ -33,29 +33,38 @@ def problems(schedule: Schedule, *, sends: Sends = "buffered") -> list[Problem]:
     broken = _malformed(schedule)
     if broken:
         return [Problem("malformed", None, None, None, f"{schedule.name}: {text}") for text in broken]
-    if _sound(schedule, sends):
-        return []
-    return _all_problems(schedule, sends)
+    found = _of_links(schedule, sends) if _sound(schedule) else _all_problems(schedule, sends)
+    return sorted(found, key=_place)
 
 
-def _sound(schedule: Schedule, sends: Sends) -> bool:
-    """The same question without a loop over ops in Python: is there nothing to report?"""
+def sound_on_ranks(schedule: Schedule) -> bool:
+    """Is every part done once, at its place, after what it waits for on its own rank? (Ranks may still deadlock.)"""
+    if _malformed(schedule):
+        return False
     parts = 3 * schedule.stages * schedule.microbatches * schedule.slices
     if parts > 2 * len(schedule):  # an op does two parts at most; asked first, as the table of parts may be huge
         return False
-    if schedule.links.faults:
+    return schedule.links.faults == 0
+
+
+def _sound(schedule: Schedule) -> bool:
+    """Without a loop over ops in Python: is there nothing to report where messages are kept until they are wanted?"""
+    if not sound_on_ranks(schedule):
         return False
-    if not _runs(schedule.offsets, schedule.links.source, schedule.pair):
-        return False
-    if not versions_agree(schedule):
-        return False
+    return _runs(schedule.offsets, schedule.links.source, schedule.pair) and versions_agree(schedule)
+
+
+def _of_links(schedule: Schedule, sends: Sends) -> list[Problem]:
+    """What stricter links make of a schedule that is sound otherwise."""
     if sends == "buffered":
-        return True
+        return []
     sender, receiver = between_ranks(schedule)
     if sends == "fifo":
-        return in_order(schedule, sender, receiver)
+        return [] if in_order(schedule, sender, receiver) else fifo_problems(schedule, sender, receiver)
     events = rendezvous(schedule, sender, receiver)
-    return _runs(events.offsets, events.source, np.zeros(len(events.source), dtype=np.bool_))
+    if _runs(events.offsets, events.source, np.zeros(len(events.source), dtype=np.bool_)):
+        return []
+    return rendezvous_deadlocks(schedule, events)
 
 
 def _runs(offsets: NDArray[np.int64], source: NDArray[np.int32], pair: NDArray[np.bool_]) -> bool:
@@ -80,7 +89,7 @@ def _all_problems(schedule: Schedule, sends: Sends) -> list[Problem]:
         found += fifo_problems(schedule, sender, receiver)
     if sends == "blocking" and not circles:  # ranks that wait in a circle for messages do so for receives as well
         found += rendezvous_deadlocks(schedule, rendezvous(schedule, sender, receiver))
-    return sorted(found, key=_place)
+    return found
 
 
 def _place(problem: Problem) -> tuple[int, int]:

@@ -1,0 +1,252 @@
+"""Programs: every message sent and received once, in one order on both sides; and faults put in are found."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracle import plain
+from random_schedules import random_schedule, schedule_of
+from stageloom.errors import ScheduleError
+from stageloom.lower import Code, Program, lower, problems
+from stageloom.schedule import dumps
+from stageloom.schedules import build, records
+from verdicts import sound
+
+
+def lines(program: Program, rank: int) -> list[str]:
+    return [str(instruction) for instruction in program.instructions(rank)]
+
+
+def executes(program: Program) -> bool:
+    """Runs the ranks' lists, each strictly in order: receives wait and take the front of the queue, sends never wait.
+
+    An op must find its messages received, a send its op done, and the queue's front must be the message wanted.
+    """
+    schedule = program.schedule
+    todo = [deque(range(int(low), int(high))) for low, high in zip(program.offsets, program.offsets[1:], strict=False)]
+    queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    here: set[tuple[int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, mine in enumerate(todo):
+            while mine:
+                at = mine[0]
+                code, row, peer = int(program.code[at]), int(program.row[at]), int(program.peer[at])
+                if code == Code.RECV:
+                    if not queues[peer, rank]:
+                        break
+                    assert queues[peer, rank].popleft() == row
+                    here.add((rank, row))
+                elif code == Code.SEND:
+                    assert (rank, row) in here
+                    queues[rank, peer].append(row)
+                elif code < Code.SEND:
+                    source = int(schedule.links.source[row])
+                    assert source < 0 or (rank, source) in here
+                    here.add((rank, row))
+                mine.popleft()
+                moved = True
+    return not any(todo) and not any(queues.values())
+
+
+def test_1f1b_on_two_ranks() -> None:
+    program = lower(build("1f1b", 2, 2))
+    assert lines(program, 0) == [
+        "F0@0",
+        "send F0@0 to 1",
+        "F1@0",
+        "send F1@0 to 1",
+        "receive BW0@1 from 1",
+        "BW0@0",
+        "receive BW1@1 from 1",
+        "BW1@0",
+    ]
+    streams = [instruction.stream for instruction in program.instructions(1)]
+    assert streams == ["receive", "compute", "compute", "send"] * 2
+
+
+def test_receives_move_up_where_messages_are_not_used_in_the_order_sent() -> None:
+    """Rank 1 wants F1@0 first, but F0@0 was sent first: both are received before F1@1."""
+    one = [((0, 0, 0, 0),), ((0, 0, 1, 0),), ((3, 0, 0, 0),), ((3, 0, 1, 0),)]
+    two = [((0, 1, 1, 0),), ((0, 1, 0, 0),), ((3, 1, 0, 0),), ((3, 1, 1, 0),)]
+    program = lower(schedule_of([one, two], build("1f1b", 2, 2).placement, [0, 0]))
+    assert lines(program, 1)[:4] == ["receive F0@0 from 0", "receive F1@0 from 0", "F1@1", "F0@1"]
+
+
+def test_a_hand_over_on_one_rank_is_no_message() -> None:
+    program = lower(build("zb-v", 1, 3))
+    assert set(program.code.tolist()) <= {Code.F, Code.B, Code.W, Code.BW}
+
+
+def test_a_stage_of_two_ranks_is_reduced_once_on_each_after_its_last_weight_gradient() -> None:
+    program = lower(build("dualpipe", 4, 8))
+    for rank in range(4):
+        mine = list(program.instructions(rank))
+        reduced = [instruction.op.stage for instruction in mine if instruction.code is Code.REDUCE]
+        assert sorted(reduced) == sorted({rank, 3 - rank})
+        for at, instruction in enumerate(mine):
+            if instruction.code is Code.REDUCE:
+                stage = instruction.op.stage
+                assert not any(i.code in (Code.W, Code.BW) and i.op.stage == stage for i in mine[at:])
+    assert program.holders(0) == (0, 3)
+    assert Code.REDUCE not in lower(build("1f1b", 4, 8)).code
+
+
+def test_a_replica_without_micro_batches_takes_part_in_the_reduction() -> None:
+    items = [[((0, 0, 0, 0),), ((3, 0, 0, 0),)], [((0, 1, 0, 0),), ((3, 1, 0, 0),)]]
+    program = lower(schedule_of(items, build("chimera", 2, 2).placement, [0]))
+    assert [int((program.code[program.rank == rank] == Code.REDUCE).sum()) for rank in (0, 1)] == [2, 2]
+    assert problems(program) == []
+
+
+def test_a_schedule_that_cannot_run_is_not_lowered() -> None:
+    schedule = build("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match="cannot be lowered"):
+        lower(replace(schedule, kind=np.roll(schedule.kind, 1)))
+
+
+@pytest.mark.parametrize("record", records(), ids=lambda record: record.name)
+def test_published_schedules_become_programs_that_run(record: Any) -> None:
+    for ranks, microbatches in ((1, 1), (2, 4), (3, 6), (4, 8), (4, 9)):
+        if record.refusal(ranks, microbatches) is None:
+            program = lower(record(ranks, microbatches))
+            assert problems(program) == []
+            assert executes(program)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_schedules_become_programs_that_run(part: int) -> None:
+    for seed in range(part * 100, part * 100 + 100):
+        schedule = random_schedule(Random(seed))
+        assert sound(schedule)
+        program = lower(schedule)
+        told = f"seed {seed}\n{dumps(schedule)}"
+        assert problems(program) == [], told
+        assert executes(program), told
+        messages = sum(
+            int(schedule.rank[s]) != int(schedule.rank[r]) for r, s in enumerate(schedule.links.source) if s >= 0
+        )
+        assert np.bincount(program.code, minlength=7)[Code.SEND :].tolist()[:2] == [messages, messages], told
+
+
+def test_pairs_stay_together() -> None:
+    for seed in range(100):
+        schedule = random_schedule(Random(seed))
+        program = lower(schedule)
+        place = {int(row): at for at, (code, row) in enumerate(zip(program.code, program.row, strict=True)) if code < 4}
+        assert all(place[row + 1] == place[row] + 1 for row in np.flatnonzero(schedule.pair).tolist())
+        assert [len(items) for items in plain(schedule).items]
+
+
+# ------------------------------------------------------------------------------------------------- faults put in
+
+
+def taking(program: Program, order: list[int]) -> Program:
+    """The same program with these instructions, still rank by rank."""
+    columns = {name: getattr(program, name)[order] for name in ("code", "row", "use", "peer")}
+    counts = np.bincount(program.rank[order], minlength=program.schedule.ranks)
+    return replace(program, offsets=np.concatenate(([0], np.cumsum(counts))), **columns)
+
+
+def codes(program: Program) -> set[str]:
+    return {fault.code for fault in problems(program)}
+
+
+def of_code(program: Program, code: Code) -> list[int]:
+    return np.flatnonzero(program.code == code).tolist()
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 3, 4), ("zb-v", 2, 3), ("dualpipe", 2, 4)])
+def test_any_instruction_left_out_or_done_twice_is_found(name: str, ranks: int, microbatches: int) -> None:
+    program = lower(build(name, ranks, microbatches))
+    for at in range(len(program)):
+        everything = list(range(len(program)))
+        fault = "ops" if program.code[at] < Code.SEND else "unmatched"
+        assert fault in codes(taking(program, everything[:at] + everything[at + 1 :]))
+        assert fault in codes(taking(program, everything[: at + 1] + everything[at:]))
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 3, 4), ("zb-v", 2, 3), ("dualpipe", 2, 4)])
+def test_any_two_instructions_swapped_are_found_or_harmless(name: str, ranks: int, microbatches: int) -> None:
+    program = lower(build(name, ranks, microbatches))
+    verdicts = []
+    for one in range(len(program)):
+        for two in range(one + 1, len(program)):
+            if program.rank[one] != program.rank[two]:
+                break
+            order = list(range(len(program)))
+            order[one], order[two] = order[two], order[one]
+            changed = taking(program, order)
+            verdicts.append(runs(changed))
+            assert (problems(changed) == []) is verdicts[-1], [lines(changed, rank) for rank in range(ranks)]
+    assert 0 < sum(verdicts) < len(verdicts) / 2
+
+
+def runs(program: Program) -> bool:
+    """Does it compute the schedule's ops in order, run to its end, and reduce in one order, after the gradients?"""
+    orders = []
+    for rank in range(program.schedule.ranks):
+        mine = list(program.instructions(rank))
+        computed = [i.op for i in mine if i.code < Code.SEND]
+        if computed != list(program.schedule.ops(rank)):
+            return False
+        orders.append([i.op.stage for i in mine if i.code is Code.REDUCE])
+        for at, each in enumerate(mine):
+            weights = [i.op.stage for i in mine[at:] if i.code in (Code.W, Code.BW)]
+            if each.code is Code.REDUCE and each.op.stage in weights:
+                return False
+    # on two ranks both hold both stages, so that their orders must be the same
+    if orders[0] and any(order != orders[0] for order in orders):
+        return False
+    try:
+        return executes(program) and _pairs_receive_first(program)
+    except AssertionError:
+        return False
+
+
+def _pairs_receive_first(program: Program) -> bool:
+    place = {int(row): at for at, (code, row) in enumerate(zip(program.code, program.row, strict=True)) if code < 4}
+    received = {int(program.use[at]): at for at in of_code(program, Code.RECV)}
+    pairs = np.flatnonzero(program.schedule.pair).tolist()
+    return all(received.get(row + 1, -1) < place[row] for row in pairs)
+
+
+def test_each_kind_of_fault_has_its_message() -> None:
+    program = lower(build("1f1b", 2, 2))
+    everything = list(range(len(program)))
+
+    def moved(at: int, to: int) -> Program:
+        rest = everything[:at] + everything[at + 1 :]
+        return taking(program, [*rest[:to], at, *rest[to:]])
+
+    receive = of_code(program, Code.RECV)
+    assert codes(moved(receive[0], receive[0] + 1)) == {"early"}
+    # rank 0 receives BW0@1 before it sends anything
+    circle = problems(moved(receive[0], 0))
+    assert [fault.code for fault in circle] == ["circle"]
+    assert str(circle[0]) == (
+        "rank 0: receive BW0@1 from 1 waits for its send, on rank 1 behind receive F0@0 from 0, "
+        "which waits for its send, on rank 0 behind receive BW0@1 from 1"
+    )
+    swapped = everything.copy()
+    sends = of_code(program, Code.SEND)[:2]
+    swapped[sends[0]], swapped[sends[1]] = sends[1], sends[0]
+    assert {"order", "early"} <= codes(taking(program, swapped))
+    order = next(fault for fault in problems(taking(program, swapped)) if fault.code == "order")
+    assert "sent F1@0, F0@0, received F0@0, F1@0" in str(order)
+
+
+def test_reductions_in_two_orders_are_found() -> None:
+    program = lower(build("dualpipe", 2, 4))
+    reduces = [at for at in of_code(program, Code.REDUCE) if program.rank[at] == 0]
+    order = list(range(len(program)))
+    first = order.pop(reduces[0])
+    order.insert(reduces[1], first)
+    assert codes(taking(program, order)) == {"order"}
