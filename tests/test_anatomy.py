@@ -49,8 +49,7 @@ def test_two_layers_drawn() -> None:
     # is 1:1 (6 x 2 to 4 x 3 a layer). The forward goes through layers 0, 1 and the backward through 1, 0.
     # Only the very first combine(B) sticks out: afterwards the compute stream never waits again.
     assert draw(anatomy(Parts(attention=2, dispatch=3, mlp=2, combine=3), layers=2), unit=2) == (
-        "A0F|..M1B|M1W|M0F|A1B|A1W|A1F|M0B|M0W|M1F|A0B|A0W|\n"  # fmt: skip
-        "C1B--|D0F--|D1B--|C0F--|C0B--|D1F--|D0B--|C1F--|.."
+        "A0F|..M1B|M1W|M0F|A1B|A1W|A1F|M0B|M0W|M1F|A0B|A0W|\nC1B--|D0F--|D1B--|C0F--|C0B--|D1F--|D0B--|C1F--|.."
     )
 
 
