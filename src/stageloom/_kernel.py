@@ -120,11 +120,14 @@ def number(
             first = path_first[path]
             if index >= (path_first[path + 1] - first) * slices:
                 return row
-            part = index % slices
-            if kind != 0 and reversed_slices:
-                part = slices - 1 - part
+            part = 0
+            if slices > 1:  # a division takes as long as everything else here
+                part = index % slices
+                index //= slices
+                if kind != 0 and reversed_slices:
+                    part = slices - 1 - part
             stage[row] = stage_of[rank, path, chunk]
-            microbatch[row] = path_microbatches[first + index // slices]
+            microbatch[row] = path_microbatches[first + index]
             cut[row] = part
             if kind == 1:
                 pending[count] = row

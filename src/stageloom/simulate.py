@@ -114,7 +114,9 @@ def _run(schedule: Schedule, costs: Costs, taken: Floats) -> Timeline:
     else:
         delay = _delays(schedule, latency + transfer / schedule.slices)
         ran = _kernel.longest_path.pick(rows)(schedule.offsets, source, delay, taken, schedule.pair, start, end, waiter)
-        arrival = np.where(source >= 0, end[source] + delay, -np.inf)
+        arrival = end[source]
+        arrival += delay
+        arrival[source < 0] = -np.inf
     if ran < rows:
         raise _refused(schedule)
     return Timeline(schedule, costs, start, end, arrival)

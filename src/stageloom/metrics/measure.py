@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stageloom.metrics._columns import Floats, per_rank
 from stageloom.metrics.idle import gaps, whole_windows
-from stageloom.metrics.memory import memory_curve, rank_memory, weight_versions
+from stageloom.metrics.memory import rank_memory, weight_versions
 from stageloom.metrics.path import critical_path
-from stageloom.op import Kind
+from stageloom.metrics.survey import Survey, busy_between, span, survey
 from stageloom.simulate import Timeline
 
 __all__ = ["Metrics", "critical_path", "measure"]
@@ -71,20 +70,15 @@ class Metrics:
 def measure(timeline: Timeline) -> Metrics:
     """Compute all metrics of a timeline."""
     schedule, costs = timeline.schedule, timeline.costs
-    offsets = schedule.offsets
-    begin, finish = float(timeline.start.min(initial=np.inf)), float(timeline.end.max(initial=0.0))
-    begin = min(begin, finish)
+    begin, finish = span(timeline)
     makespan = finish - begin
-    span = per_rank(np.maximum, timeline.end, offsets, 0.0) - per_rank(np.minimum, timeline.start, offsets, 0.0)
-    cost = float(span.max())
-    taken = timeline.end - timeline.start
-    taken[1:][schedule.pair[:-1]] = 0.0
-    busy = per_rank(np.add, taken, offsets, 0.0)
-    work, busiest = float(busy.mean()), float(busy.max())
-    curve = memory_curve(timeline)
-    causes = gaps(timeline, curve).by_cause()
-    first_full, window = whole_windows(timeline)
-    per_rank_utilization = busy / makespan if makespan else np.ones(schedule.ranks)
+    found = survey(timeline)
+    cost = float((found.last - found.first).max())
+    work, busiest = float(found.busy.mean()), float(found.busy.max())
+    idle = gaps(timeline, found)
+    causes = idle.by_cause()
+    first_full, window = whole_windows(timeline, idle)
+    per_rank_utilization = found.busy / makespan if makespan else np.ones(schedule.ranks)
     versions = weight_versions(schedule)
     return Metrics(
         schedule=schedule.name,
@@ -104,38 +98,30 @@ def measure(timeline: Timeline) -> Metrics:
         imbalance_loss=busiest - work,
         utilization=work / makespan if makespan else 1.0,
         worst_utilization=float(per_rank_utilization.min()),
-        steady_utilization=_steady(timeline, taken),
+        steady_utilization=_steady(timeline, found),
         utilization_per_rank=per_rank_utilization.tolist(),
-        peak_activations=np.round(per_rank(np.maximum, curve.units, offsets, 0.0), 9).tolist(),
-        peak_activation_bytes=per_rank(np.maximum, curve.bytes, offsets, 0.0).tolist(),
-        memory_bytes=rank_memory(timeline, curve).peak.tolist(),
+        peak_activations=np.round(found.units, 9).tolist(),
+        peak_activation_bytes=found.bytes.tolist(),
+        memory_bytes=rank_memory(timeline, found).peak.tolist(),
         parameter_copies=len(schedule.placement.paths) * int(versions.max()),
         first_full_time=first_full,
         full_window=None if window is None else [window.start, window.end],
         idle_by_cause=causes,
-        messages=_messages(timeline),
+        messages=int(found.messages.sum()),
         exposed_message_time=causes["message"],
         gpu_hours_per_million_tokens=_gpu_hours(timeline, makespan),
     )
 
 
-def _messages(timeline: Timeline) -> int:
-    source, rank = timeline.schedule.links.source, timeline.schedule.rank
-    return int(((source >= 0) & (rank[source] != rank)).sum())
-
-
-def _steady(timeline: Timeline, taken: Floats) -> float | None:
+def _steady(timeline: Timeline, found: Survey) -> float | None:
     """Utilisation of the worst rank in the steady phase (defined at `Metrics`)."""
-    schedule = timeline.schedule
-    forward = schedule.kind == Kind.F
-    first_backward = per_rank(np.minimum, np.where(forward, np.inf, timeline.start), schedule.offsets, np.inf)
-    last_forward = per_rank(np.maximum, np.where(forward, timeline.end, -np.inf), schedule.offsets, -np.inf)
-    begin, end = float(first_backward.max()), float(last_forward.min())
+    begin, end = float(found.first_backward.max()), float(found.last_forward.min())
     if not end > begin:
         return None
-    inside = np.minimum(timeline.end, end) - np.maximum(timeline.start, begin)
-    inside = np.where(taken > 0, np.maximum(inside, 0.0), 0.0)
-    return float(per_rank(np.add, inside, schedule.offsets, 0.0).min()) / (end - begin)
+    schedule = timeline.schedule
+    inside = np.empty(schedule.ranks)
+    busy_between.pick(len(schedule))(schedule.offsets, schedule.pair, timeline.start, timeline.end, begin, end, inside)
+    return float(inside.min()) / (end - begin)
 
 
 def _gpu_hours(timeline: Timeline, makespan: float) -> float | None:

@@ -7,11 +7,13 @@ Where W frees more than F allocated (w_share above 1), B allocates the differenc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stageloom.metrics._columns import Floats, per_rank
+from stageloom._kernel import Kernel
+from stageloom.metrics.survey import Floats, Survey, survey
 from stageloom.op import Kind
 from stageloom.rules import ALLOCATES
 from stageloom.schedule import Schedule
@@ -89,10 +91,9 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def rank_memory(timeline: Timeline, curve: MemoryCurve | None = None) -> RankMemory:
+def rank_memory(timeline: Timeline, found: Survey | None = None) -> RankMemory:
     """What each rank holds at its worst, in bytes."""
     schedule, costs = timeline.schedule, timeline.costs
-    curve = memory_curve(timeline) if curve is None else curve
 
     def held(key: str) -> Floats:
         pieces = costs.pieces(key, schedule.stages, schedule.ranks)
@@ -105,7 +106,7 @@ def rank_memory(timeline: Timeline, curve: MemoryCurve | None = None) -> RankMem
         held("parameter_bytes") * weight_versions(schedule),
         held("gradient_bytes"),
         held("optimizer_bytes"),
-        per_rank(np.maximum, curve.bytes, schedule.offsets, 0.0),
+        (survey(timeline) if found is None else found).bytes,
     )
 
 
@@ -115,14 +116,35 @@ def weight_versions(schedule: Schedule) -> Floats:
     An asynchronous rank keeps every version from the one of its oldest micro-batch in flight to the newest it has made.
     """
     held = np.ones(schedule.ranks)
-    if schedule.version is None:
+    if schedule.version is None or not schedule.update_every:
         return held
-    for rank in range(schedule.ranks):
-        mine = slice(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1]))
-        kind, stage, version = schedule.kind[mine], schedule.stage[mine], schedule.version[mine]
-        for each in np.unique(stage):
-            forwards = (kind == Kind.F) & (stage == each)
-            ended = np.cumsum(((kind == Kind.BW) | (kind == Kind.W)) & (stage == each))[forwards]
-            oldest = version[forwards][np.minimum(ended, len(ended) - 1)]
-            held[rank] = max(held[rank], float((ended // schedule.update_every - oldest + 1).max(initial=1)))
+    for rank, of_paths in enumerate(schedule.placement.stages_of):
+        low, high = int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])
+        for stage in {stage for stages in of_paths for stage in stages}:
+            most = _versions_held.pick(len(schedule))(
+                schedule.kind, schedule.stage, schedule.version, schedule.update_every, low, high, stage
+            )
+            held[rank] = max(held[rank], float(most))
     return held
+
+
+@Kernel
+def _versions_held(kind: Any, stage: Any, version: Any, every: int, low: int, high: int, where: int) -> int:
+    """The most versions of one stage that a rank (rows low to high) holds while it runs forwards."""
+    most = 1
+    ended = 0
+    oldest = low - 1  # the forward whose micro-batch has been in flight longest
+    for row in range(low, high):
+        if stage[row] != where:
+            continue
+        if kind[row] >= 2:
+            ended += 1
+        if kind[row] >= 2 or oldest < low:
+            oldest += 1
+            while oldest < high - 1 and (kind[oldest] != 0 or stage[oldest] != where):
+                oldest += 1
+        if kind[row] == 0:
+            now = ended // every - version[oldest] + 1
+            if now > most:
+                most = now
+    return most

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from stageloom.metrics._columns import TOLERANCE
+from stageloom.metrics.survey import TOLERANCE
 from stageloom.simulate import Timeline
 
 

@@ -1,6 +1,8 @@
 """The handcrafted zero-bubble order, shared by ZB-H1 and ZB-H2: a warm-up and a lag of W behind B."""
 
-from stageloom.tape import BW, B, F, Tape, W
+from stageloom.tape import BW, B, F, Tape, W, join
+
+BWF, BF, B_W, F_BW = B + W + F, B + F, B + W, BW + F
 
 
 def split_tape(microbatches: int, warmup: int, lag: int) -> Tape:
@@ -13,7 +15,7 @@ def split_tape(microbatches: int, warmup: int, lag: int) -> Tape:
     lag = min(lag, steps)
     with_forward = steps - warmup
     if lag == 0:
-        return F * warmup + (BW + F) * with_forward + BW * (steps - with_forward)
+        return join(F * warmup, F_BW * with_forward, BW * (steps - with_forward))
     both = min(lag, with_forward), max(lag, with_forward)
-    middle = (B + W + F) * (both[1] - both[0]) if lag < with_forward else B * (both[1] - both[0])
-    return F * warmup + (B + F) * both[0] + middle + (B + W) * (steps - both[1]) + W * lag
+    middle = (BWF if lag < with_forward else B) * (both[1] - both[0])
+    return join(F * warmup, BF * both[0], middle, B_W * (steps - both[1]), W * lag)

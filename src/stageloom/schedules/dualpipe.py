@@ -9,48 +9,57 @@ direction in which the rank is in the first half of the pipeline.
 from stageloom.placement import two_way
 from stageloom.schedule import Schedule, assemble
 from stageloom.schedules._record import Promise, Record, Refusal, even_ranks
-from stageloom.tape import BW, B, F, Tape, W
+from stageloom.tape import BW, B, F, Tape, W, join
 
 
-def steps(
-    own: tuple[Tape, Tape, Tape], other: tuple[Tape, Tape, Tape], far: int, near: int, pairs: int, middle: bool
-) -> Tape:
-    """DualPipe's eight steps. `own`, `other` are (F, B, BW) of direction 0 and 1; `far` (H-h-1) and `near` (h+1) count
-    ranks to the turn and to the end, `pairs` the rounds of step 4; `middle`: its first F0 and B1 are not overlapped."""
-    f0, b0, bw0 = own
-    f1, b1, bw1 = other
-    overlapped = (f0 & bw1) + (f1 & bw0)
-    if middle and pairs:
-        steady = f0 + bw1 + (f1 & bw0) + overlapped * (pairs - 1)
-    else:
-        steady = overlapped * pairs
-    full = near // 2  # rounds of step 6 with full backwards; where `near` is odd the split starts inside a round
-    if near % 2 == 0:
-        tail = (bw1 + bw0) * full + (b1 + b0) * (near - full)
-    else:
-        tail = (bw1 + bw0) * full + bw1 + b0 + (b1 + b0) * (near - full - 1)
-    return (
-        f0 * (2 * far)
-        + (f0 + f1) * near
-        + (b1 + W + f1) * far
-        + steady
-        + (bw1 + (f1 & bw0)) * far
-        + tail
-        + (W + b0) * far
-        + W * near
+class Words:
+    """The recurring words of DualPipe's steps, for (F, B, BW) of direction 0 and of direction 1."""
+
+    def __init__(self, own: tuple[Tape, Tape, Tape], other: tuple[Tape, Tape, Tape]) -> None:
+        f0, b0, bw0 = own
+        f1, b1, bw1 = other
+        self.f0 = f0
+        self.bw1 = bw1
+        self.b0 = b0
+        self.forwards = f0 + f1
+        self.split = b1 + W + f1
+        self.overlapped = (f0 & bw1) + (f1 & bw0)
+        self.apart = f0 + bw1 + (f1 & bw0)
+        self.turned = bw1 + (f1 & bw0)
+        self.full = bw1 + bw0
+        self.inputs = b1 + b0
+        self.weights = W + b0
+
+
+def steps(words: Words, far: int, near: int, pairs: int, middle: bool) -> Tape:
+    """DualPipe's eight steps. `far` (H-h-1) and `near` (h+1) count ranks to the turn and to the end, `pairs` the rounds
+    of step 4; `middle`: its first F0 and B1 are not overlapped."""
+    whole = near // 2  # rounds of step 6 with full backwards; where `near` is odd the split starts inside a round
+    odd = near % 2
+    return join(
+        words.f0 * (2 * far),
+        words.forwards * near,
+        words.split * far,
+        words.apart * int(middle and pairs > 0),
+        words.overlapped * max(pairs - int(middle), 0),
+        words.turned * far,
+        words.full * whole,
+        (words.bw1 + words.b0) * odd,
+        words.inputs * (near - whole - odd),
+        words.weights * far,
+        W * near,
     )
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
     half = ranks // 2
+    down, up = ((F.on(path=path), B.on(path=path), BW.on(path=path)) for path in (0, 1))
+    words = Words(down, up), Words(up, down)
     tapes: list[Tape] = []
     for rank in range(ranks):
         near = min(rank, ranks - 1 - rank) + 1
-        first = 0 if rank < half else 1
-        own = F.on(path=first), B.on(path=first), BW.on(path=first)
-        other = F.on(path=1 - first), B.on(path=1 - first), BW.on(path=1 - first)
         pairs = microbatches // 2 - ranks + near
-        tapes.append(steps(own, other, half - near, near, pairs, near == half))
+        tapes.append(steps(words[rank >= half], half - near, near, pairs, near == half))
     return assemble("dualpipe", two_way(ranks), tapes, microbatches)
 
 

@@ -7,18 +7,17 @@ published with it; the steps are DualPipe's with the two chunks in place of the 
 from stageloom.placement import zigzag
 from stageloom.schedule import Schedule, assemble
 from stageloom.schedules._record import Case, Promise, Record, Refusal
-from stageloom.schedules.dualpipe import steps
+from stageloom.schedules.dualpipe import Words, steps
 from stageloom.tape import BW, B, F, Tape
 
-DOWN = F.on(chunk=0), B.on(chunk=0), BW.on(chunk=0)
-UP = F.on(chunk=1), B.on(chunk=1), BW.on(chunk=1)
+WORDS = Words((F.on(chunk=0), B.on(chunk=0), BW.on(chunk=0)), (F.on(chunk=1), B.on(chunk=1), BW.on(chunk=1)))
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
     tapes: list[Tape] = []
     for rank in range(ranks):
         pairs = microbatches - 2 * ranks + rank + 1
-        tapes.append(steps(DOWN, UP, ranks - 1 - rank, rank + 1, pairs, rank == ranks - 1))
+        tapes.append(steps(WORDS, ranks - 1 - rank, rank + 1, pairs, rank == ranks - 1))
     return assemble("dualpipev", zigzag(ranks, 2), tapes, microbatches)
 
 

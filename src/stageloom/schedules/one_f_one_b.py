@@ -7,13 +7,13 @@ non-interleaved schedule of Megatron-LM, arXiv 2104.04473, figure 4 (top).
 from stageloom.placement import line
 from stageloom.schedule import Schedule, assemble
 from stageloom.schedules._record import Promise, Record
-from stageloom.tape import BW, F, Tape
+from stageloom.tape import BW, F, Tape, join
 
 
 def tape(microbatches: int, warmup: int) -> Tape:
     """1F1B with `warmup` forwards ahead of the first backward."""
     warmup = min(warmup, microbatches)
-    return F * warmup + (BW + F) * (microbatches - warmup) + BW * warmup
+    return join(F * warmup, (BW + F) * (microbatches - warmup), BW * warmup)
 
 
 def build(ranks: int, microbatches: int) -> Schedule:

@@ -7,26 +7,27 @@ last stage share rank 0, so a micro-batch's backward starts where its forward en
 from stageloom.placement import zigzag
 from stageloom.schedule import Schedule, assemble, keep_first
 from stageloom.schedules._record import Case, Promise, Record
-from stageloom.tape import B, F, Tape, W
+from stageloom.tape import B, F, Tape, W, join
 
 F0, F1 = F.on(chunk=0), F.on(chunk=1)
 B0, B1 = B.on(chunk=0), B.on(chunk=1)
 W0, W1 = W.on(chunk=0), W.on(chunk=1)
+BW0, FBW1 = B0 + W0, F1 + B1 + W1  # a backward, split, of chunk 0; a forward and a backward of chunk 1
 
 
 def tape(ranks: int, microbatches: int, rank: int) -> Tape:
     """Rank r's order for at least 2P - 1 micro-batches."""
     behind = ranks - rank
-    return (
-        F0 * (2 * behind - 1)
-        + (F1 + F0) * rank
-        + (F1 + B1 + W1) * behind
-        + (F0 + B0 + W0 + F1 + B1 + W1) * (microbatches - 2 * ranks + 1 + rank)
-        + (B0 + W0 + F1 + B1 + W1) * (behind - 1)
-        + (B0 + B1) * rank
-        + (B0 + W0) * behind
-        + W1 * rank
-        + W0 * rank
+    return join(
+        F0 * (2 * behind - 1),
+        (F1 + F0) * rank,
+        FBW1 * behind,
+        (F0 + BW0 + FBW1) * (microbatches - 2 * ranks + 1 + rank),
+        (BW0 + FBW1) * (behind - 1),
+        (B0 + B1) * rank,
+        BW0 * behind,
+        W1 * rank,
+        W0 * rank,
     )
 
 

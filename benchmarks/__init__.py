@@ -1,0 +1,1 @@
+"""Benchmarks: published tables recomputed, and how fast it is (`python -m benchmarks --help`)."""
