@@ -110,8 +110,8 @@ def random_costs(random: Random, schedule: Schedule) -> Costs:
         given["latency"] = time()
     if random.random() < 0.5:
         given |= {"message_bytes": 8.0, "bandwidth": random.choice([4.0, 8.0, 16.0])}
-    if random.random() < 0.4:
-        ends = random.randrange(schedule.ranks), random.randrange(schedule.ranks)
+    if schedule.ranks > 1 and random.random() < 0.4:
+        ends = random.sample(range(schedule.ranks), 2)
         link = {"from": ends[0], "to": ends[1], "latency": time()}
         if "bandwidth" in given:
             link["bandwidth"] = random.choice([2.0, 32.0])

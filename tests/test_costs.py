@@ -112,7 +112,7 @@ def test_moe_all_to_all_makes_dualpipe_the_winner_and_without_it_it_is_not() -> 
     """The reason for DualPipe, from the numbers: heavy all-to-all hides in its pairs and in no other schedule."""
     heavy = {"anatomy": {"attention": 1.0, "dispatch": 1.5, "mlp": 1.0, "combine": 1.5, "layers": 4}}
     light = {"anatomy": {"attention": 1.0, "dispatch": 0.0, "mlp": 1.0, "combine": 0.0, "layers": 4}}
-    best = [sl.compare(8, 32, costs_from(costs)).rows[0].record.name for costs in (heavy, light)]
+    best = [sl.compare(8, 32, costs_from(costs)).rows[0].label for costs in (heavy, light)]
     assert best[0] in ("dualpipe", "dualpipev")
     assert best[1] not in ("dualpipe", "dualpipev")
 
@@ -170,3 +170,16 @@ def test_w_share_above_one_means_that_b_allocates() -> None:
     curve = sl.memory_curve(sl.simulate(sl.build("zb-h1", 4, 16), Costs(w_share=1.5)))
     ends = curve.units[curve.offsets[1:] - 1]
     assert ends == pytest.approx([0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"F": -1}, "costs: F: Input should be greater than or equal to 0, got -1"),
+        ({"f": 1}, "costs: f: unknown key; known keys: unit, F"),
+        ({"unit": "h"}, "costs: unit: Input should be 's', 'ms' or 'us'"),
+    ],
+)
+def test_wrong_costs_in_python_are_named_as_in_a_file(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.InputError, match=message):
+        Costs(**given)

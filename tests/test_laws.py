@@ -59,7 +59,6 @@ def test_text_and_json_round_trip(record: Record) -> None:
 def test_bubble_promise_is_exact_where_it_says_so(record: Record) -> None:
     """(cost - work) equals the paper's formula wherever the record's conditions hold, and they hold somewhere."""
     promise = record.bubble
-    assert promise is not None
     exact = 0
     for ranks, microbatches, options in sizes(record):
         schedule = record(ranks, microbatches, **options)
@@ -78,7 +77,6 @@ def test_bubble_promise_is_exact_where_it_says_so(record: Record) -> None:
 @ALL
 def test_peak_activations_promise_is_exact_where_it_says_so(record: Record) -> None:
     promise = record.activations
-    assert promise is not None
     exact = 0
     for ranks, microbatches, options in sizes(record):
         schedule = record(ranks, microbatches, **options)
@@ -107,7 +105,7 @@ def test_a_refusal_names_a_nearest_size_that_can_be_built(record: Record) -> Non
                 for number in near:
                     if "minibatch" in refused.remedy:
                         assert record.refusal(ranks, microbatches, **options | {"minibatch": number}) is None
-                    elif "ranks" in refused.remedy:
+                    elif "P = " in refused.remedy:
                         enough = max(2 * number, microbatches + microbatches % 2)
                         assert record.refusal(number, enough, **options) is None
                     else:
@@ -159,7 +157,6 @@ def test_every_record_states_its_source_and_its_promises() -> None:
     for record in records():
         assert "arXiv" in record.citation or "arXiv" in record.title, record.name
         assert record.summary
-        assert record.bubble is not None
         assert record.bubble.exact
 
 

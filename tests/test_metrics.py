@@ -124,4 +124,4 @@ def test_comparison_is_sorted_and_says_why_others_do_not_apply() -> None:
     makespans = [row.metrics.makespan for row in comparison.rows]
     assert makespans == sorted(makespans)
     assert {refused.name for refused in comparison.refused} == {"dualpipe", "dualpipev"}
-    assert next(row for row in comparison.rows if row.record.name == "1f1b").makespan_difference == 0
+    assert next(row for row in comparison.rows if row.label == "1f1b").makespan_difference == 0

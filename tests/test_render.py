@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,27 @@ def test_numbers_stand_only_where_they_fit(timeline: Timeline) -> None:
             assert height[inside].max() >= item.size * 0.7
 
 
+def test_numbers_do_not_come_and_go_along_a_lane() -> None:
+    drawn_somewhere = set[bool]()
+    for name, microbatches in (("1f1b", 32), ("1f1b", 90), ("zb-v", 24), ("interleaved-1f1b", 32), ("gpipe", 200)):
+        costs = Costs(F=[18.1, *[18.5] * 6, 22.4], B=[17.7, *[18.1] * 6, 21.6], W=[9.1, *[9.3] * 6, 12.9])
+        timeline = simulate(build(name, 8, microbatches), costs)
+        scene = chart(timeline)
+        paints = {box.name: box for box in op_boxes(scene)}
+        numbers: dict[tuple[str, float], int] = defaultdict(int)
+        ops: dict[tuple[str, float], int] = defaultdict(int)
+        for paint, box in paints.items():
+            for y, height in zip(box.y, box.height, strict=True):
+                ops[paint.split("-")[0], round(float(y + height / 2), 3)] += 1
+        for item in labels(scene):
+            for y in item.y if item.name == "caption" else ():
+                numbers[item.paint.split("-")[1], round(float(y), 3)] += 1
+        assert numbers.keys() <= ops.keys()
+        assert all(numbers.get(key, 0) in (0, count) for key, count in ops.items())
+        drawn_somewhere.add(bool(numbers))
+    assert drawn_somewhere == {True, False}
+
+
 def test_rank_numbers_do_not_touch() -> None:
     scene = chart(CASES["many ranks"]())
     for item in (one for one in labels(scene) if one.anchor == "end"):
@@ -203,6 +225,7 @@ def test_svg_is_well_formed_and_accessible(timeline: Timeline) -> None:
     text = svg.timeline(timeline, title='A < B & "C" \x07 é')
     root = ET.fromstring(text)
     assert root.get("role") == "img"
+    assert root.get("style") == "max-width:100%;height:auto"
     title = root.find(f"{SVG}title")
     assert title is not None
     assert title.text == 'A < B & "C"  é'

@@ -59,6 +59,26 @@ def test_gallery_names_all(columns: int) -> None:
         assert (box.y + box.height).max(initial=0.0) <= scene.height
 
 
+def numbers_of_ranks(scene: Scene) -> list[str]:
+    return [item.texts[0] for item in labels(scene) if item.size == gallery.RANK and item.anchor == "end"]
+
+
+def test_gallery_numbers_ranks_where_there_is_room() -> None:
+    assert numbers_of_ranks(gallery.scene([simulate(build("1f1b", 8, 16))])) == list("01234567")
+    many = gallery.scene([simulate(build("1f1b", ranks, 8)) for ranks in (64, 2)])
+    assert numbers_of_ranks(many) == ["0", "63", "0"]
+
+
+def test_gallery_states_costs_once_and_what_panels_differ_in() -> None:
+    timelines = [simulate(build(name, 4, 8), Costs(unit="ms")) for name in ("pipedream", "zb-v")]
+    said = [text for item in labels(gallery.scene(timelines)) for text in item.texts]
+    assert "4 ranks  ·  8 micro-batches  ·  F 1, B 1, W 1 ms" in said
+    assert sum(text.startswith("asynchronous") for text in said) == 1
+    assert sum(text.startswith("2 chunks a rank") for text in said) == 1
+    mixed = [timelines[0], simulate(build("zb-v", 4, 8), Costs(F=2, unit="ms"))]
+    assert any("costs differ" in text for item in labels(gallery.scene(mixed)) for text in item.texts)
+
+
 def test_gallery_cuts_what_would_squash_the_others() -> None:
     timelines = [simulate(build(name, 8, 16)) for name in ("gpipe", "1f1b", "naive")]
     scene = gallery.scene(timelines)

@@ -54,6 +54,12 @@ def test_overlapped_pair_and_its_precedence() -> None:
     assert tokens(schedule, 0) == ["F0", "F1&BW0", "F2&BW1", "BW2"]
 
 
+def test_a_word_prints_as_it_is_written() -> None:
+    assert repr(F * 2 + ((BW & F) + B) + W) == "F*2 + (BW & F) + B + W"
+    assert repr(F.on(chunk=1) * 3 + F.on(path=1) + W.on(chunk=0) + numbered(BW, [3])) == "F[1]*3 + F[1,0] + W[0] + BW:3"
+    assert repr(EMPTY) == "EMPTY"
+
+
 def test_only_one_op_can_be_overlapped_with_one() -> None:
     with pytest.raises(InputError, match="one op with one op, not 2 with 1"):
         _ = (F + F) & BW
@@ -109,6 +115,7 @@ def test_a_word_that_cannot_be_numbered_says_where(tape: Tape, microbatches: int
     ("make", "message"),
     [
         (lambda: F * -1, "cannot be repeated -1 times"),
+        (lambda: F * 1.5, "cannot be repeated 1.5 times; a whole number"),
         (lambda: F.on(path=31), "path 31"),
         (lambda: F.on(chunk=-1), "chunk -1"),
         (lambda: numbered(F + F, [0]), "one op"),

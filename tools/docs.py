@@ -1,6 +1,7 @@
 """Write the generated parts of the documentation: `make docs`. A test holds the files to what this makes.
 
-README.md and docs/*.md: the output below every `$ stageloom ...` line of a console block is what the command prints.
+README.md, CONTRIBUTING.md and docs/*.md: the output below every `$ stageloom ...` line of a console block is what the
+command prints, and the Python below a `file:` comment is that file.
 docs/schedules.md: one section a schedule, from its record. docs/schema/: the JSON of `simulate` and `compare`.
 docs/images/: the pictures that the texts show.
 """
@@ -26,6 +27,7 @@ from stageloom.render import gallery, svg
 from stageloom.schedule import tokens
 
 ROOT = Path(__file__).parent.parent
+SOURCE = re.compile(r"(<!-- file: (\S+) -->\n)```python\n.*?```", re.DOTALL)
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
@@ -55,7 +57,10 @@ def refreshed(text: str) -> str:
         parts = [f"{command}\n{run(command[2:])}".rstrip() for command in commands]
         return "```console\n" + "\n".join(parts) + "\n```"
 
-    return CONSOLE.sub(block, text)
+    def source(match: re.Match[str]) -> str:
+        return f"{match[1]}```python\n{(ROOT / match[2]).read_text(encoding='utf-8')}```"
+
+    return SOURCE.sub(source, CONSOLE.sub(block, text))
 
 
 def schedules_page() -> str:
@@ -74,8 +79,7 @@ def schedules_page() -> str:
         lines += ["", f"## {record.title}", "", f"`{record.name}`" + "".join(f", `{a}`" for a in record.aliases), ""]
         lines += [f"{record.summary[0].upper()}{record.summary[1:]}.", "", f"- Source: {record.citation}"]
         for title, promise in (("Bubble", record.bubble), ("Peak activations", record.activations)):
-            if promise is not None:
-                lines.append(f"- {title}: {promise.text}. Exact: {promise.exact}.")
+            lines.append(f"- {title}: {promise.text}. Exact: {promise.exact}.")
         if not record.synchronous:
             lines.append("- Asynchronous: ops state the weight version they use, after `^`.")
         lines += [
@@ -116,7 +120,7 @@ def generated() -> dict[Path, str]:
     files = {ROOT / "docs" / "schedules.md": schedules_page()}
     files |= {ROOT / "docs" / "schema" / name: text for name, text in schemas().items()}
     files |= {ROOT / "docs" / "images" / name: text for name, text in pictures().items()}
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         if page not in files and page.exists():
             files[page] = refreshed(page.read_text(encoding="utf-8"))
     return files

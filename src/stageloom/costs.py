@@ -7,26 +7,46 @@ with more stages than numbers cuts each piece evenly, one with fewer joins neigh
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from stageloom.anatomy import Anatomy, Parts, anatomy
 from stageloom.errors import InputError
+from stageloom.files import read_mapping
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _no_truth(value: object) -> object:
+    """`yes`, `on` and `true` are no numbers, though Python would take them for one."""
+    if isinstance(value, bool):
+        raise ValueError(f"Input should be a number, not {str(value).lower()}")
+    return value
+
+
+# The bounds keep sums and products of any of them within what a number can hold.
+LARGEST: Final = 1e100
+SMALLEST: Final = 1e-100
+
+
+def _in_bounds(value: float) -> float:
+    if value > LARGEST or 0 < value < SMALLEST:
+        raise ValueError(f"Input should be 0 or from {SMALLEST:g} to {LARGEST:g}")
+    return value
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_no_truth), AfterValidator(_in_bounds)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_no_truth), AfterValidator(_in_bounds)]
+Whole = Annotated[int, Field(ge=0), BeforeValidator(_no_truth)]
 Pieces = Amount | Annotated[list[Amount], Field(min_length=1)]
 Unit = Literal["s", "ms", "us"]
 SECONDS: Final[dict[str, float]] = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
 
 
 class _Model(BaseModel):
@@ -36,8 +56,8 @@ class _Model(BaseModel):
 class Link(_Model):
     """One directed link between two ranks that differs from the rest."""
 
-    source: int = Field(alias="from", ge=0)
-    target: int = Field(alias="to", ge=0)
+    source: Whole = Field(alias="from")
+    target: Whole = Field(alias="to")
     latency: Amount | None = None
     bandwidth: Rate | None = None
 
@@ -55,8 +75,8 @@ class ChunkAnatomy(_Model):
     mlp_w: Amount | None = None
     dispatch_b: Amount | None = None
     combine_b: Amount | None = None
-    layers: int = Field(default=1, ge=1, le=10_000)
-    sm_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    layers: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_no_truth)] = 1
+    sm_share: Annotated[float, Field(ge=0, lt=1), BeforeValidator(_no_truth)] = 0.0
     boundary: Amount = 0.0
 
     @cached_property
@@ -80,6 +100,7 @@ class Costs(_Model):
     frees, as PyTorch's graph split was measured to do).
     parameter_bytes, gradient_bytes, optimizer_bytes: of a rank's layers; a rank with two paths holds them twice.
     tokens: tokens of a micro-batch.
+    Raises InputError naming the key and value that is wrong.
     """
 
     unit: Unit | None = None
@@ -96,14 +117,22 @@ class Costs(_Model):
     blocking: bool = False
     links: tuple[Link, ...] = ()
     overhead: Amount = 0.0
-    stragglers: dict[Annotated[int, Field(ge=0)], Rate] = Field(default_factory=dict[int, float])
+    stragglers: dict[Whole, Rate] = Field(default_factory=dict[int, float])
     activation_bytes: Pieces = 0.0
-    w_share: Amount = 0.5
+    w_share: Annotated[float, Field(ge=0, le=100), BeforeValidator(_no_truth)] = 0.5
     parameter_bytes: Pieces = 0.0
     gradient_bytes: Pieces = 0.0
     optimizer_bytes: Pieces = 0.0
     tokens: Rate | None = None
     anatomy: ChunkAnatomy | None = None
+
+    if not TYPE_CHECKING:  # type checkers see the fields; at run time a wrong one is an InputError
+
+        def __init__(self, **data: Any) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise InputError(f"costs: {_explain(error)}") from None
 
     @model_validator(mode="before")
     @classmethod
@@ -131,13 +160,23 @@ class Costs(_Model):
         backward = np.atleast_1d(np.asarray(self.BW, dtype=float)) if self.BW is not None else None
         if not any(t.any() for t in times) and (backward is None or not backward.any()):
             raise ValueError("F, B and W are all 0, so there is nothing to simulate; give at least one of them a time")
-        if self.overlap_time is not None and any(len(t) > 1 for t in times):
-            raise ValueError("overlap_time is one number and F, B, W are lists; give overlap_fraction instead")
-        if self.bandwidth is None and any(link.bandwidth for link in self.links) and not self.message_bytes:
-            raise ValueError("links give a bandwidth but message_bytes is 0, so it would mean nothing")
-        if self.message_bytes and self.bandwidth is None and not any(link.bandwidth for link in self.links):
-            raise ValueError("message_bytes is given without a bandwidth (bytes a second), so it would mean nothing")
+        if self.overlap_time is not None and any(isinstance(x, list) for x in (self.F, self.B, self.W, self.BW)):
+            raise ValueError("overlap_time is one number and F, B, W or BW is a list; give overlap_fraction instead")
+        self._check_links()
         return self
+
+    def _check_links(self) -> None:
+        edges = [(link.source, link.target) for link in self.links]
+        for at, (source, target) in enumerate(edges):
+            if source == target:
+                raise ValueError(f"links.{at}: goes from rank {source} to itself; a link joins two ranks")
+            if (source, target) in edges[:at]:
+                raise ValueError(f"links.{at}: the link from rank {source} to {target} is given twice")
+        with_bandwidth = self.bandwidth is not None or any(link.bandwidth for link in self.links)
+        if with_bandwidth and not self.message_bytes:
+            raise ValueError("a bandwidth is given but message_bytes is 0, so it would mean nothing")
+        if self.message_bytes and not with_bandwidth:
+            raise ValueError("message_bytes is given without a bandwidth (bytes a second), so it would mean nothing")
 
     @property
     def seconds(self) -> float | None:
@@ -178,22 +217,26 @@ class Costs(_Model):
             f"give one number, {stages} numbers, or a number that divides {stages} or is a multiple of it"
         )
 
-    def link_times(self, ranks: int) -> tuple[Floats, Floats]:
-        """(latency, transfer) of one micro-batch's message, `[from rank, to rank]`, in time units."""
-        latency = np.full((ranks, ranks), self.latency)
-        bandwidth = np.full((ranks, ranks), np.inf if self.bandwidth is None else self.bandwidth)
+    def link_times(self, ranks: int, source: Ints, target: Ints) -> tuple[Floats, Floats]:
+        """(latency, transfer) of one micro-batch's message from rank source[i] to rank target[i], in time units.
+
+        Both are 0 where the two are one rank. Raises InputError for a link between ranks that are not there.
+        """
+        apart = source != target
+        latency = np.where(apart, self.latency, 0.0)
+        second = self.message_bytes / (self.seconds or 1.0)
+        transfer = np.where(apart, 0.0 if self.bandwidth is None else second / self.bandwidth, 0.0)
         for at, link in enumerate(self.links):
             if max(link.source, link.target) >= ranks:
                 raise InputError(
-                    f"costs: links.{at}: from {link.source} to {link.target}; the schedule has ranks 0 to {ranks - 1}"
+                    f"costs: links.{at}: from {link.source} to {link.target}; the schedule has ranks 0 to {ranks - 1}: "
+                    "take the link out, or use more ranks"
                 )
+            here = (source == link.source) & (target == link.target)
             if link.latency is not None:
-                latency[link.source, link.target] = link.latency
+                latency[here] = link.latency
             if link.bandwidth is not None:
-                bandwidth[link.source, link.target] = link.bandwidth
-        transfer = self.message_bytes / bandwidth / (self.seconds or 1.0)
-        np.fill_diagonal(latency, 0.0)
-        np.fill_diagonal(transfer, 0.0)
+                transfer[here] = second / link.bandwidth
         return latency, transfer
 
     def rank_factors(self, ranks: int) -> Floats:
@@ -211,30 +254,6 @@ def load_costs(path: str | Path, **override: Any) -> Costs:
     return costs_from(read_mapping(path), str(path), **override)
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """A YAML or JSON file whose top level is a mapping. Raises InputError naming file and line."""
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8 text; a YAML or JSON file is needed") from None
-    try:
-        data: object = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: " if mark is not None else ""
-        raise InputError(f"{path}: {place}is not YAML: {getattr(error, 'problem', None) or error}") from None
-    except RecursionError:
-        raise InputError(f"{path}: is nested too deeply to be a cost file") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: holds no mapping; expected lines of `key: value`, such as `F: 1.0`")
-    return {str(key): value for key, value in data.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
 def costs_from(data: dict[str, Any], place: str = "costs", **override: Any) -> Costs:
     """Costs from a mapping; keys given as None in `override` are left alone."""
     given = {key: value for key, value in override.items() if value is not None}
@@ -242,9 +261,9 @@ def costs_from(data: dict[str, Any], place: str = "costs", **override: Any) -> C
     if "overlap_time" in given:
         merged.pop("overlap_fraction", None)
     try:
-        return Costs.model_validate(merged)
-    except ValidationError as error:
-        raise InputError(f"{place}: {_explain(error)}") from None
+        return Costs(**merged)
+    except InputError as error:
+        raise InputError(f"{place}{str(error).removeprefix('costs')}") from None
 
 
 def _explain(error: ValidationError, key: str = "", model: type[_Model] | None = None) -> str:
@@ -252,12 +271,23 @@ def _explain(error: ValidationError, key: str = "", model: type[_Model] | None =
     # A number-or-list key fails once as a number and once as a list: for a list or anything deep the latter says more.
     errors = error.errors()
     problem = max(errors, key=lambda e: (len(e["loc"]), isinstance(e["input"], list) and e["type"] != "float_type"))
-    alternatives = ("list[", "constrained", "float", "[key]")
-    where = [key] * bool(key) + [str(part) for part in problem["loc"] if not str(part).startswith(alternatives)]
+    where = [key] * bool(key) + [str(part) for part in problem["loc"] if _is_key(part)]
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         within = model or (Costs if len(where) == 1 else Link)
         message = f"unknown key; known keys: {', '.join(f.alias or name for name, f in within.model_fields.items())}"
     value = problem.get("input")
-    got = "" if isinstance(value, dict) or problem["type"] in ("extra_forbidden", "missing") else f", got {value!r}"
+    got = (
+        "" if isinstance(value, dict) or problem["type"] in ("extra_forbidden", "missing") else f", got {_short(value)}"
+    )
     return f"{'.'.join(where)}: {message}{got}" if where else message
+
+
+def _is_key(part: object) -> bool:
+    """A key or position of the file, rather than pydantic's name for one way to read a value."""
+    return isinstance(part, int) or (part != "float" and str(part).isidentifier())
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

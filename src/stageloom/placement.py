@@ -38,7 +38,7 @@ class Placement:
                     "paths are replicas of one model, so they need the same number of stages"
                 )
             for stage, rank in enumerate(path):
-                if not 0 <= rank < self.ranks:
+                if rank != int(rank) or not 0 <= rank < self.ranks:
                     raise InputError(
                         f"placement: path {number} puts stage {stage} on rank {rank}; ranks are 0 to {self.ranks - 1}"
                     )

@@ -8,8 +8,10 @@ Bandwidth, queueing links, blocking senders, per-op overhead, stragglers and jit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +29,7 @@ Floats = NDArray[np.float64]
 class Messages:
     """One row a message, as columns: the rows that send and receive, when it leaves and when it has arrived."""
 
-    sender: NDArray[np.int64]
+    sender: NDArray[np.int32]
     receiver: NDArray[np.int64]
     depart: Floats
     arrive: Floats
@@ -54,15 +56,11 @@ class Timeline:
     def messages(self) -> Messages:
         """All messages between two ranks, by receiving row."""
         schedule = self.schedule
-        source = schedule.links.source
-        receiver = np.flatnonzero(source >= 0)
-        receiver = receiver[schedule.rank[source[receiver]] != schedule.rank[receiver]]
-        sender = source[receiver].astype(np.int64)
+        receiver, sender = _crossing(schedule)
         depart = self.end[sender]
         if self.costs.occupancy:  # it may have queued for its link
-            latency, transfer = self.costs.link_times(schedule.ranks)
-            edge = schedule.rank[sender], schedule.rank[receiver]
-            depart = np.maximum(depart, self.arrival[receiver] - latency[edge] - transfer[edge] / schedule.slices)
+            latency, transfer = self.costs.link_times(schedule.ranks, schedule.rank[sender], schedule.rank[receiver])
+            depart = np.maximum(depart, self.arrival[receiver] - latency - transfer / schedule.slices)
         return Messages(sender, receiver, depart, self.arrival[receiver])
 
 
@@ -106,13 +104,12 @@ def _refused(schedule: Schedule) -> ScheduleError:
 def _run(schedule: Schedule, costs: Costs, taken: Floats) -> Timeline:
     rows = len(schedule)
     source = schedule.links.source
-    latency, transfer = costs.link_times(schedule.ranks)
     start, end = np.empty(rows), np.full(rows, -1.0)
     waiter = np.full(rows, -1, dtype=np.int32)
-    if (costs.occupancy and transfer.any()) or (costs.blocking and (latency.any() or transfer.any())):
-        ran, arrival = _run_links(schedule, costs, taken, latency, transfer, start, end, waiter)
+    if costs.occupancy or costs.blocking:
+        ran, arrival = _run_links(schedule, costs, taken, start, end, waiter)
     else:
-        delay = _delays(schedule, latency + transfer / schedule.slices)
+        delay = _delays(schedule, costs)
         ran = _kernel.longest_path.pick(rows)(schedule.offsets, source, delay, taken, schedule.pair, start, end, waiter)
         arrival = end[source]
         arrival += delay
@@ -122,39 +119,45 @@ def _run(schedule: Schedule, costs: Costs, taken: Floats) -> Timeline:
     return Timeline(schedule, costs, start, end, arrival)
 
 
-def _delays(schedule: Schedule, table: Floats) -> Floats:
-    """The time of every row's incoming message: `table[from rank, to rank]`."""
-    if not table.any():
-        return np.zeros(len(schedule))
-    source, rank = schedule.links.source, schedule.rank
-    return np.where(source >= 0, table[rank[source], rank], 0.0)
+def _delays(schedule: Schedule, costs: Costs) -> Floats:
+    """The time of every row's incoming message."""
+    delay = np.zeros(len(schedule))
+    if not (costs.latency or costs.message_bytes or costs.links):
+        return delay
+    receiver, sender = _crossing(schedule)
+    latency, transfer = costs.link_times(schedule.ranks, schedule.rank[sender], schedule.rank[receiver])
+    delay[receiver] = latency + transfer / schedule.slices
+    return delay
+
+
+def _crossing(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """(receiving rows, sending rows) of the messages between two ranks."""
+    source = schedule.links.source
+    receiver = np.flatnonzero(source >= 0)
+    receiver = receiver[schedule.rank[source[receiver]] != schedule.rank[receiver]]
+    return receiver, source[receiver]
 
 
 def _run_links(
-    schedule: Schedule,
-    costs: Costs,
-    taken: Floats,
-    latency: Floats,
-    transfer: Floats,
-    start: Floats,
-    end: Floats,
-    waiter: NDArray[np.int32],
+    schedule: Schedule, costs: Costs, taken: Floats, start: Floats, end: Floats, waiter: NDArray[np.int32]
 ) -> tuple[int, Floats]:
-    rows, ranks = len(schedule), schedule.ranks
-    source, rank = schedule.links.source, schedule.rank
-    receiver = np.flatnonzero(source >= 0)
-    target = np.full(rows, -1, dtype=np.int64)
-    target[source[receiver]] = receiver
-    crosses = (target >= 0) & (rank[target] != rank)
-    link = np.where(crosses, rank * np.int64(ranks) + rank[target], -1)
+    """Run with links that can be busy and senders that can be held up; the arrival of every row's message."""
+    rows, source = len(schedule), schedule.links.source
+    receiver, sender = _crossing(schedule)
+    from_rank, to_rank = schedule.rank[sender], schedule.rank[receiver]
+    edges, number = np.unique(from_rank * np.int64(schedule.ranks) + to_rank, return_inverse=True)
+    link = np.full(rows, -1, dtype=np.int64)
+    latency, transfer = np.zeros(rows), np.zeros(rows)
+    link[sender] = number
+    latency[sender], transfer[sender] = costs.link_times(schedule.ranks, from_rank, to_rank)
     arrive = np.zeros(rows)
     ran = _kernel.longest_path_links.pick(rows)(
         schedule.offsets,
         source,
         link,
-        np.where(crosses, latency[rank, rank[target]], 0.0),
-        np.where(crosses, transfer[rank, rank[target]] / schedule.slices, 0.0),
-        ranks * ranks,
+        latency,
+        transfer / schedule.slices,
+        len(edges),
         costs.occupancy,
         costs.blocking,
         taken,
@@ -177,15 +180,31 @@ class Spread:
         return float(np.percentile(self.makespans, percent))
 
 
-def monte_carlo(schedule: Schedule, costs: Costs, *, jitter: float, runs: int, seed: int) -> Spread:
+MOST_OPS: Final = 2_000_000_000
+"""Ops that all runs of a Monte-Carlo may have together (half a minute or so)."""
+
+
+def monte_carlo(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    jitter: float,
+    runs: int,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+) -> Spread:
     """Repeat the simulation with every op's time multiplied by a lognormal factor of mean 1 and deviation `jitter`.
 
-    The same seed gives the same makespans. Raises InputError for jitter outside 0 to 10, runs below 1, seed below 0.
+    The same seed gives the same makespans; `progress` is told how many runs are done. Raises InputError for jitter
+    outside 0 to 10, for too few or too many runs, and for a seed below 0.
     """
     if not 0 <= jitter <= 10:
         raise InputError(f"jitter = {jitter:g}; a relative deviation from 0 to 10 is needed (0.05 is 5 %)")
     if runs < 1:
         raise InputError(f"runs = {runs}; at least 1 is needed")
+    if runs * len(schedule) > MOST_OPS:
+        most = MOST_OPS // max(len(schedule), 1)
+        raise InputError(f"runs = {runs}; up to {most:,} runs of this schedule's {len(schedule):,} ops can be made")
     if seed < 0:
         raise InputError(f"seed = {seed}; a whole number of at least 0 is needed")
     require_sound(schedule)
@@ -197,4 +216,6 @@ def monte_carlo(schedule: Schedule, costs: Costs, *, jitter: float, runs: int, s
         factors = random.lognormal(-(sigma**2) / 2, sigma, len(taken))
         timeline = _run(schedule, costs, taken * factors)
         makespans[run] = timeline.end.max() - timeline.start.min()
+        if progress is not None:
+            progress(run + 1)
     return Spread(np.sort(makespans))

@@ -15,6 +15,7 @@ Underneath, a tape is one column of small integers, so `*` is a tile and `+` a c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageloom.errors import InputError
-from stageloom.op import Kind
+from stageloom.op import KIND_NAMES, Kind
 
 # One code is kind (2 bits), "overlapped with the next" (1 bit), path (5 bits), chunk (the rest).
 PAIR_BIT: Final = 1 << 2
@@ -47,9 +48,16 @@ class Tape:
         return join(self, other)
 
     def __mul__(self, times: int) -> Tape:
+        try:
+            times = operator.index(times)
+        except TypeError:
+            raise InputError(f"tape: a word cannot be repeated {times!r} times; a whole number is needed") from None
         if times < 0:
             raise InputError(f"tape: a word cannot be repeated {times} times; 0 or more is needed")
         return Tape(_tiled(self.codes, times), None if self.numbers is None else _tiled(self.numbers, times))
+
+    def __rmul__(self, times: int) -> Tape:
+        return self * times
 
     def __and__(self, other: Tape) -> Tape:
         if len(self) != 1 or len(other) != 1:
@@ -62,6 +70,21 @@ class Tape:
 
     def __getitem__(self, part: slice) -> Tape:
         return Tape(self.codes[part], None if self.numbers is None else self.numbers[part])
+
+    def __repr__(self) -> str:
+        """The word in the algebra, runs of one op joined: `F*2 + (BW & F)`."""
+        words: list[tuple[str, int]] = []
+        joined = False
+        for code, number in zip(self.codes.tolist(), _numbers(self).tolist(), strict=True):
+            word = _name(code) if number == AUTO else f"{_name(code)}:{number}"
+            if joined:
+                word = f"({words.pop()[0]} & {word})"
+            joined = bool(code & PAIR_BIT)
+            if words and words[-1][0] == word and not joined:
+                words[-1] = word, words[-1][1] + 1
+            else:
+                words.append((word, 1))
+        return " + ".join(word if times == 1 else f"{word}*{times}" for word, times in words) or "EMPTY"
 
     def on(self, *, path: int = 0, chunk: int = 0) -> Tape:
         """The same word with every op on this path and chunk (a W too: it then takes that chunk's oldest backward)."""
@@ -80,6 +103,14 @@ def _tiled(column: NDArray[np.int32], times: int) -> NDArray[np.int32]:
     result = np.empty((times, len(column)), dtype=np.int32)
     result[:] = column
     return result.reshape(-1)
+
+
+def _name(code: int) -> str:
+    """`F`, `W`, or with its place where that is not the first: `F[1]` (chunk), `F[1,0]` (path, chunk)."""
+    kind, path, chunk = KIND_NAMES[code & 3], code >> PATH_SHIFT & ANYWHERE, code >> CHUNK_SHIFT
+    if path == ANYWHERE or (path == 0 and chunk == 0 and kind != "W"):
+        return kind
+    return f"{kind}[{chunk}]" if path == 0 else f"{kind}[{path},{chunk}]"
 
 
 def _letter(kind: Kind, path: int = 0) -> Tape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stageloom.costs import Costs, costs_from, read_mapping
+from stageloom.compare import parse_options
+from stageloom.costs import Costs, costs_from
 from stageloom.errors import InputError
+from stageloom.files import read_mapping, read_text
 from stageloom.schedule import Schedule, from_json, loads
 from stageloom.schedules import find
 
@@ -22,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -167,25 +171,18 @@ def read_schedule(
     options: list[str] | None = None,
 ) -> Schedule:
     """A schedule by name and size, or from a file. Raises InputError naming what is missing or wrong."""
-    path = Path(source)
-    if path.suffix in (".loom", ".json") or (path.exists() and not _known(source)):
+    if is_file(source):
+        loaded = load_schedule(Path(source))
         if any(given is not None for given in (ranks, microbatches, chunks)) or options:
             raise InputError(
                 f"{source}: a file states its own sizes; drop --ranks, --microbatches, --chunks and --option"
             )
-        return load_schedule(path)
+        return loaded
     record = find(source)
     for flag, value in (("--ranks/-p", ranks), ("--microbatches/-m", microbatches)):
         if value is None:
             raise InputError(f"{record.name}: {flag} is missing; a schedule by name needs both sizes, as -p 4 -m 8")
-    given: dict[str, Any] = {}
-    for text in options or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise InputError(f"--option {text}: expected NAME=VALUE, as slices=4")
-        if name in given:
-            raise InputError(f"--option {text}: {name} is given twice")
-        given[name] = int(value) if value.isascii() and value.lstrip("-").isdigit() and len(value) < 12 else value
+    given = parse_options(options or [])
     if chunks is not None:
         if "chunks" in given:
             raise InputError("--chunks and --option chunks= say the same thing twice; give one of them")
@@ -195,20 +192,19 @@ def read_schedule(
     return record(ranks, microbatches, **given)
 
 
-def _known(source: str) -> bool:
+def is_file(source: str) -> bool:
+    """Does this name a schedule file rather than a schedule? Its ending, a folder in it, or its being there tell."""
+    path = Path(source)
+    if path.suffix in (".loom", ".json") or "/" in source or os.sep in source:
+        return True
     try:
-        find(source)
+        find(source.partition(":")[0])
     except InputError:
-        return False
-    return True
+        return os.path.exists(source) or path.suffix != ""
+    return False
 
 
 def load_schedule(path: Path) -> Schedule:
     """A .loom or .json file. Raises InputError naming file, line and token."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8 text; a .loom or .json schedule is needed") from None
+    text = read_text(path, "a .loom or .json schedule")
     return from_json(text, str(path)) if path.suffix == ".json" else loads(text, str(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from stageloom.cli import tables
 from stageloom.cli.app import (
     Chunks,
     CostsFile,
@@ -32,18 +33,24 @@ from stageloom.cli.app import (
     UnitOption,
     WShare,
     app,
+    is_file,
     load_schedule,
     number,
     read_costs,
     read_schedule,
     whole,
 )
+from stageloom.cli.comparison import print_comparison, print_list, record_json
+from stageloom.cli.numbers import print_detail, print_metrics
+from stageloom.cli.words import console, many, print_json
 from stageloom.compare import Comparison
 from stageloom.compare import compare as compare_all
 from stageloom.costs import Costs
+from stageloom.errors import InputError
 from stageloom.metrics import critical_path, gaps, measure, rank_memory
+from stageloom.schedule import Schedule
 from stageloom.schedules import records
-from stageloom.simulate import monte_carlo
+from stageloom.simulate import Spread, monte_carlo
 from stageloom.simulate import simulate as run
 
 
@@ -51,9 +58,9 @@ from stageloom.simulate import simulate as run
 def list_(as_json: Json = False) -> None:
     """The published schedules: names, options, what their papers promise."""
     if as_json:
-        tables.print_json([tables.record_json(record) for record in records()])
+        print_json([record_json(record) for record in records()])
     else:
-        tables.print_list(records(), tables.console())
+        print_list(records(), console())
 
 
 @app.command()
@@ -71,7 +78,16 @@ def compare(
     unit: UnitOption = None,
     tokens: Tokens = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Compare just this schedule; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--only", help="Compare just this: NAME, NAME:OPTION=VALUE,.. or a .loom or .json file; may be repeated."
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--memory", parser=number, metavar="BYTES", help="What a rank can hold, as 80e9: marks what does not fit."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -79,14 +95,26 @@ def compare(
     given = read_costs(
         costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=w_share, unit=unit, tokens=tokens
     )
-    comparison = _compared(ranks, microbatches, given, chunks, only or [])
+    if memory is not None and not memory > 0:
+        raise InputError(f"--memory {memory:g}: a number of bytes above 0 is needed, as 80e9")
+    comparison = _compared(ranks, microbatches, given, chunks, only or [], memory)
     if as_json:
-        tables.print_json([asdict(row.metrics) for row in comparison.rows])
+        print_json([asdict(row.metrics) for row in comparison.rows])
+        for refused in comparison.refused:
+            print(f"note: {refused.name} does not apply: {refused.reason}; {refused.remedy}", file=sys.stderr)
     else:
-        tables.print_comparison(comparison, tables.console())
+        print_comparison(comparison, chunks, console())
 
 
-def _compared(ranks: int, microbatches: int, costs: Costs, chunks: int | None, only: list[str]) -> Comparison:
+def _compared(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    chunks: int | None = None,
+    only: Sequence[str] = (),
+    memory: float | None = None,
+) -> Comparison:
+    entries = [load_schedule(Path(entry)) if is_file(entry) else entry for entry in only]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -96,7 +124,8 @@ def _compared(ranks: int, microbatches: int, costs: Costs, chunks: int | None, o
             microbatches,
             costs,
             chunks=chunks,
-            names=only,
+            only=entries,
+            memory=memory,
             progress=lambda name: progress.update(task, description=f"simulating {name}"),
         )
 
@@ -139,14 +168,14 @@ def simulate(
         costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=w_share, unit=unit, tokens=tokens
     )
     timeline = run(value, given)
-    spread = None if jitter is None else monte_carlo(value, given, jitter=jitter, runs=runs, seed=seed)
+    spread = None if jitter is None else _jittered(value, given, jitter, runs, seed)
     anatomy = None if given.anatomy is None else given.anatomy.result
     metrics = measure(timeline)
     if not as_json:
-        console = tables.console()
-        tables.print_metrics(metrics, rank_memory(timeline), spread, anatomy, console)
+        out = console()
+        print_metrics(metrics, rank_memory(timeline), spread, anatomy, out)
         if detail:
-            tables.print_detail(gaps(timeline), critical_path(timeline), value.ranks, given.unit, console)
+            print_detail(gaps(timeline), critical_path(timeline), value.ranks, given.unit, out)
         return
     data = asdict(metrics)
     if anatomy is not None:
@@ -158,7 +187,21 @@ def simulate(
         data["jitter"] = {"deviation": jitter, "runs": runs, "seed": seed} | {
             f"makespan_p{percent}": spread.percentile(percent) for percent in (5, 50, 95)
         }
-    tables.print_json(data)
+    print_json(data)
+
+
+def _jittered(schedule: Schedule, costs: Costs, jitter: float, runs: int, seed: int) -> Spread:
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("runs with jitter", total=runs)
+        return monte_carlo(
+            schedule,
+            costs,
+            jitter=jitter,
+            runs=runs,
+            seed=seed,
+            progress=lambda done: progress.update(task, completed=done),
+        )
 
 
 class Format(StrEnum):
@@ -226,14 +269,14 @@ def validate(
     schedule = load_schedule(file)
     found = problems(schedule, sends=sends.value)
     if as_json:
-        tables.print_json([asdict(problem) for problem in found])
+        print_json([asdict(problem) for problem in found])
     elif found:
-        tables.console().print(explain(schedule, found[:SHOWN]))
+        print(explain(schedule, found[:SHOWN]))
         if len(found) > SHOWN:
-            tables.console().print(f"and {len(found) - SHOWN:,} more problems; --json lists all")
+            print(f"and {len(found) - SHOWN:,} more problems; --json lists all")
     else:
-        parts = f"{schedule.ranks} ranks, {schedule.microbatches} micro-batches, {len(schedule):,} ops"
-        tables.console().print(f"{file}: sound ({parts}; {sends.value} sends)")
+        sizes = [many(schedule.ranks, "rank"), many(schedule.microbatches, "micro-batch"), many(len(schedule), "op")]
+        print(f"{file}: sound ({', '.join(sizes)}; {sends.value} sends)")
     return 1 if found else 0
 
 
@@ -247,16 +290,15 @@ def demo(
 
     drawing.make_folder(out)
     costs = demo_costs()
-    comparison = _compared(8, 16, costs, None, [])
-    console = tables.console()
-    console.print(f"[bold]{MODEL}[/bold]")
-    tables.print_comparison(comparison, console)
-    best = comparison.rows[0]
-    for row in (next(row for row in comparison.rows if row.record.name == "1f1b"), best):
-        console.print()
-        drawing.print_timeline(row.timeline, console)
+    comparison = _compared(8, 16, costs)
+    screen = console()
+    screen.print(MODEL, style="bold")
+    print_comparison(comparison, None, screen)
+    for row in (next(row for row in comparison.rows if row.label == "1f1b"), comparison.rows[0]):
+        screen.print()
+        drawing.print_timeline(row.timeline, screen)
     written = drawing.write_gallery([row.timeline for row in comparison.rows], out)
-    console.print("\nDrawn: " + ", ".join(map(str, written)))
-    console.print(
-        "Next: stageloom compare -p 8 -m 64   |   stageloom show dualpipe -p 8 -m 20 -o dualpipe.svg", style="dim"
+    screen.print("\nDrawn: " + ", ".join(map(str, written)))
+    screen.print(
+        "Next: stageloom compare -p 8 -m 64 and stageloom show dualpipe -p 8 -m 20 -o dualpipe.svg", style="dim"
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.text import Text
 
-from stageloom.cli.tables import console
+from stageloom.cli.words import console, many
 from stageloom.errors import InputError
 from stageloom.render import gallery, png, svg, text, trace
 from stageloom.render.files import write_whole
@@ -28,6 +29,9 @@ ENDINGS: Final = {
 }
 
 
+GALLERY: Final = ("gallery.svg", "gallery.png")
+
+
 def form_of(form: str | None, out: Path | None) -> str:
     """The form asked for, or the one that the file's ending names; in the terminal where neither is given."""
     if form is not None:
@@ -38,10 +42,11 @@ def form_of(form: str | None, out: Path | None) -> str:
         return "text"
     if out.name.endswith(".trace.json"):
         return "trace"
-    if out.suffix not in ENDINGS:
+    ending = Path(f"x{out.name}").suffix.lower()
+    if ending not in ENDINGS:
         endings = ", ".join(ENDINGS)
-        raise InputError(f"-o {out}: the ending {out.suffix!r} names no form; give --format, or one of {endings}")
-    return ENDINGS[out.suffix]
+        raise InputError(f"-o {out}: the ending {ending!r} names no form; give --format, or one of {endings}")
+    return ENDINGS[ending]
 
 
 def write(timeline: Timeline, form: str, out: Path | None) -> None:
@@ -49,6 +54,7 @@ def write(timeline: Timeline, form: str, out: Path | None) -> None:
     if form == "png":
         assert out is not None
         png.timeline(timeline, out)
+        print(f"wrote {out}")
         return
     if form == "text":
         if out is None:
@@ -70,6 +76,7 @@ def write(timeline: Timeline, form: str, out: Path | None) -> None:
         sys.stdout.write(content)
     else:
         write_whole(out, content)
+        print(f"wrote {out}")
 
 
 def times(timeline: Timeline) -> dict[str, object]:
@@ -86,8 +93,10 @@ def times(timeline: Timeline) -> dict[str, object]:
 def print_timeline(timeline: Timeline, out: Console) -> None:
     """The timeline in the terminal, as wide as it is, below a line that names it."""
     schedule = timeline.schedule
-    out.print(f"[bold]{schedule.name}[/bold]: {schedule.ranks} ranks, {schedule.microbatches} micro-batches")
-    out.print(text.timeline(timeline, out.width, colour=out.color_system is not None))
+    sizes = f"{many(schedule.ranks, 'rank')}, {many(schedule.microbatches, 'micro-batch')}"
+    out.print(Text(schedule.name, style="bold").append(f": {sizes}", style="not bold"))
+    coloured = out.color_system is not None and not out.no_color
+    out.print(text.timeline(timeline, max(out.width, text.NARROWEST), colour=coloured), soft_wrap=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -96,12 +105,15 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be made: {error.strerror}") from None
+    for name in GALLERY:
+        if (folder / name).is_dir():
+            raise InputError(f"--out {folder}: {name} is a folder there; give another folder")
 
 
 def write_gallery(timelines: Sequence[Timeline], folder: Path) -> list[Path]:
     """All timelines to one time scale, as SVG and PNG, in `folder` (made where it is missing)."""
     make_folder(folder)
-    drawn = folder / "gallery.svg", folder / "gallery.png"
+    drawn = [folder / name for name in GALLERY]
     write_whole(drawn[0], gallery.svg(timelines))
     gallery.png(timelines, drawn[1])
-    return list(drawn)
+    return drawn

@@ -27,8 +27,9 @@ class Metrics:
     utilization: work / makespan; utilization_per_rank likewise; worst_utilization the smallest of them.
     steady_utilization: of the worst rank in the steady phase, which lasts from the moment the last rank has started its
     first backward to the moment the first rank has ended its last forward; None where there is no such phase.
-    peak_activations: per rank, in micro-batches of a whole rank's layers. peak_activation_bytes: the same in bytes.
-    memory_bytes: per rank, the peak of parameters + gradients + optimiser + activations.
+    peak_activations: per rank, in micro-batches of a whole rank's layers. peak_activation_bytes: the same in bytes;
+    memory_bytes: per rank, the peak of parameters + gradients + optimiser + activations; None where the costs say
+    nothing in bytes.
     parameter_copies: replicas of the weights, times stashed versions (of the rank that holds most).
     first_full_time: first instant at which every rank is busy; full_window the longest such interval; None: never.
     idle_by_cause: idle time of all ranks together, by cause (see `metrics.gaps`).
@@ -56,8 +57,8 @@ class Metrics:
     steady_utilization: float | None
     utilization_per_rank: list[float]
     peak_activations: list[float]
-    peak_activation_bytes: list[float]
-    memory_bytes: list[float]
+    peak_activation_bytes: list[float] | None
+    memory_bytes: list[float] | None
     parameter_copies: int
     first_full_time: float | None
     full_window: list[float] | None
@@ -80,6 +81,7 @@ def measure(timeline: Timeline) -> Metrics:
     first_full, window = whole_windows(timeline, idle)
     per_rank_utilization = found.busy / makespan if makespan else np.ones(schedule.ranks)
     versions = weight_versions(schedule)
+    memory = rank_memory(timeline, found).peak
     return Metrics(
         schedule=schedule.name,
         ranks=schedule.ranks,
@@ -101,8 +103,8 @@ def measure(timeline: Timeline) -> Metrics:
         steady_utilization=_steady(timeline, found),
         utilization_per_rank=per_rank_utilization.tolist(),
         peak_activations=np.round(found.units, 9).tolist(),
-        peak_activation_bytes=found.bytes.tolist(),
-        memory_bytes=rank_memory(timeline, found).peak.tolist(),
+        peak_activation_bytes=found.bytes.tolist() if found.bytes.any() else None,
+        memory_bytes=memory.tolist() if memory.any() else None,
         parameter_copies=len(schedule.placement.paths) * int(versions.max()),
         first_full_time=first_full,
         full_window=None if window is None else [window.start, window.end],

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stageloom import metrics
 from stageloom.render import _legend, _words
 from stageloom.render._lanes import Frame, draw_lanes
-from stageloom.render._scene import Scene, Steps, fitted
+from stageloom.render._scene import Scene, Steps, fitted, width_of
 from stageloom.simulate import Timeline
 
 Floats = NDArray[np.float64]
@@ -21,6 +21,7 @@ RIGHT: Final = 112.0  # busy share and peak memory
 SLOT: Final = 24.0  # the width a short op should get
 PLOT: Final = (700.0, 1560.0)  # least and most width of the lanes
 BUDGET: Final = 1000.0  # the height that many lanes share
+FACTS: Final = 18.0  # between lines of the subtitle
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,22 @@ def chart(timeline: Timeline, title: str | None = None) -> Scene:
     plot = _plot_width(timeline, span)
     width = PAD + LEFT + plot + RIGHT + PAD
     title = schedule.name if title is None else title
-    facts = _facts(timeline, values)
+    facts = _facts(timeline, values, width - 2 * PAD)
     curve = metrics.memory_curve(timeline)
     highest = float(curve.units.max()) if len(curve.units) else 0.0
     held = f"activations held, full height = {_words.number(highest)} micro-batch{'' if highest == 1 else 'es'}"
     rows = _legend.wrapped(_legend.entries([timeline], memory=held if highest > 0 else ""), width - 2 * PAD)
     lane = lane_of(schedule.ranks)
-    top = PAD + 56 + _legend.ROW * len(rows) + 30
+    head = PAD + 36 + FACTS * (len(facts) - 1)
+    top = head + 20 + _legend.ROW * len(rows) + 30
     bottom = top + lane.pitch * schedule.ranks
     frame = Frame(PAD + LEFT, plot / span, np.linspace(top, bottom, schedule.ranks, endpoint=False), lane.slots)
 
-    scene = Scene(width, bottom + 46 + PAD * 0.5, title, f"Pipeline timeline. {facts}.")
+    scene = Scene(width, bottom + 46 + PAD * 0.5, title, f"Pipeline timeline. {'. '.join(facts)}.")
     scene.text(PAD, PAD + 9, fitted(title, 20, width - 2 * PAD, bold=True), 20, bold=True)
-    scene.text(PAD, PAD + 36, fitted(facts, 13, width - 2 * PAD), 13, paint="soft")
-    _legend.draw(scene, rows, PAD, PAD + 52)
+    for number, line in enumerate(facts):
+        scene.text(PAD, PAD + 36 + FACTS * number, fitted(line, 13, width - 2 * PAD), 13, paint="soft")
+    _legend.draw(scene, rows, PAD, head + 16)
     draw_axis(scene, frame, span, bottom, axis_title(timeline))
     draw_lanes(scene, timeline, frame)
     if highest > 0:
@@ -80,15 +83,12 @@ def _plot_width(timeline: Timeline, span: float) -> float:
     return min(max(SLOT * span / short, PLOT[0]), PLOT[1])
 
 
-def _facts(timeline: Timeline, values: metrics.Metrics) -> str:
-    schedule = timeline.schedule
-    parts = [
-        f"{schedule.ranks} rank{'' if schedule.ranks == 1 else 's'}",
-        f"{schedule.microbatches} micro-batch{'' if schedule.microbatches == 1 else 'es'}",
-        f"makespan {_words.time(values.makespan, timeline.costs)}",
-        f"bubble {_words.percent(values.bubble_rate)}",
-    ]
-    return "  ·  ".join(parts)
+def _facts(timeline: Timeline, values: metrics.Metrics, room: float) -> list[str]:
+    """What is drawn, and at which costs: one line, or two where one has no room."""
+    parts = [*_words.sizes(timeline.schedule), *_words.results(values, timeline.costs)]
+    costs = _words.costs(timeline.costs, pairs=bool(timeline.schedule.pair.any()))
+    line = _words.joined([*parts, costs])
+    return [line] if width_of(line, 13) <= room else [_words.joined(parts), costs]
 
 
 def draw_axis(scene: Scene, frame: Frame, span: float, bottom: float, title: str) -> None:
@@ -114,7 +114,7 @@ def _draw_rows(
     scene.text(frame.left - 12, head, "rank", 11, paint="soft", anchor="end")
     scene.text(right + 50, head, "busy", 11, paint="soft", anchor="end")
     scene.text(right + RIGHT, head, "peak", 11, paint="soft", anchor="end")
-    if any(values.peak_activation_bytes):
+    if values.peak_activation_bytes is not None:
         peaks = [_words.size(float(peak)) for peak in values.peak_activation_bytes]
     else:
         peaks = [_words.number(float(peak)) for peak in values.peak_activations]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageloom import metrics
+from stageloom.op import KIND_NAMES
 from stageloom.render._scene import DIGIT, Boxes, Labels, Scene
 from stageloom.render._slots import LOWER, UPPER, WHOLE, Slots, captions, merged, slots, until
 from stageloom.simulate import Timeline
@@ -110,17 +111,24 @@ def _draw_pairs(scene: Scene, drawn: Slots, frame: Frame) -> None:
 
 def _draw_captions(scene: Scene, timeline: Timeline, drawn: Slots, frame: Frame) -> None:
     texts = np.array(captions(timeline.schedule))[drawn.row]
+    kind = timeline.schedule.kind[drawn.row]
     length = np.char.str_len(texts)
     width = (drawn.end - drawn.start) * frame.scale
     top, height = _extent(drawn, frame)
     fits = (width - 2.5) / (length * DIGIT)
+    # Decided for all ops of a kind and a rank together, so that numbers do not come and go along a lane. Slots that the
+    # limit cuts have no say.
+    judged = np.where((width > 0) & (drawn.end < frame.limit), fits, np.inf)
+    group = (drawn.rank.astype(np.int64) * len(KIND_NAMES) + kind) * 3 + drawn.half
+    least = np.full(int(group.max(initial=0)) + 1, np.inf)
+    np.minimum.at(least, group, judged)
     for whole in (True, False):
-        own = (drawn.half == WHOLE) == whole
+        own = ((drawn.half == WHOLE) == whole) & (least[group] >= READABLE)
         most = min(frame.height * 0.58, 13.0) if whole else min(frame.height * 0.42, 11.0)
         if not own.any() or most < READABLE:
             continue
-        # One size for all, set by the narrow slots unless those have no room for text at all.
-        font = float(np.clip(np.percentile(fits[own], 5), READABLE, most))
+        # One size for all: the one that the narrowest of them has room for.
+        font = min(float(judged[own].min()), most)
         shown = own & (fits >= font)
         for index, paint in enumerate(drawn.paints):
             here = np.flatnonzero(shown & (drawn.paint == index))

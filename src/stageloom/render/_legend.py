@@ -67,6 +67,20 @@ def entries(timelines: Sequence[Timeline], *, memory: str = "") -> list[Entry]:
 
 
 def wrapped(found: Sequence[Entry], room: float) -> list[list[Entry]]:
+    """As few rows as fit, about equally long."""
+    rows = _filled(found, room)
+    count, least = len(rows), 0.0
+    while room - least > 1:
+        middle = (least + room) / 2
+        tried = _filled(found, middle)
+        if len(tried) > count:
+            least = middle
+        else:
+            rows, room = tried, middle
+    return rows
+
+
+def _filled(found: Sequence[Entry], room: float) -> list[list[Entry]]:
     rows: list[list[Entry]] = [[]]
     used = 0.0
     for entry in found:

@@ -21,10 +21,10 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     if not os.path.isdir(folder):
         raise InputError(f"{path}: there is no folder {folder}; create it or give another path")
     content = data.encode("utf-8") if isinstance(data, str) else data
-    # A link is followed, so that what it points to is replaced and the link stays.
-    target = target.resolve()
     temporary = ""
     try:
+        # A link is followed, so that what it points to is replaced and the link stays.
+        target = target.resolve()
         if target.exists() and not target.is_file():
             # A device or a pipe (/dev/stdout) is written to, never replaced.
             target.write_bytes(content)
@@ -34,6 +34,8 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
             file.write(content)
         os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
+    except RuntimeError:
+        raise InputError(f"{path}: is a loop of links; give another path") from None
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

@@ -29,7 +29,8 @@ def serialise(scene: Scene) -> str:
     paints = sorted({paint for item in scene.items for paint in _paints(item)} | {"bg"})
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="stageloom" role="img" aria-labelledby="title desc" '
-        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="{escape(FONT)}">',
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" style="max-width:100%;height:auto" '
+        f'font-family="{escape(FONT)}">',
         f'<title id="title">{_clean(scene.title)}</title>',
         f'<desc id="desc">{_clean(scene.description)}</desc>',
         *_style(paints),

@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,14 +25,16 @@ from typing import Any, Final, cast
 import numpy as np
 
 from stageloom.errors import InputError
+from stageloom.files import parse_json
 from stageloom.op import KIND_NAMES, Kind
 from stageloom.placement import Placement
-from stageloom.schedule.value import CUTS, Cut, Schedule
+from stageloom.schedule.value import CUTS, Cut, Schedule, check_name
 from stageloom.tape import ANYWHERE
 
 FORMAT_VERSION: Final = 1
 MAGIC: Final = "stageloom schedule"
-OP: Final = re.compile(r"(BW|F|B|W)(\d{1,9})(?:\.(\d{1,9}))?(?:@(\d{1,9}))?(?:\^(\d{1,9}))?")
+OP: Final = re.compile(r"(BW|F|B|W)([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:@([0-9]{1,9}))?(?:\^([0-9]{1,9}))?")
+NUMBER: Final = re.compile(r"[0-9]{1,9}")
 LARGEST: Final = 10_000_000  # ranks, micro-batches, stages and slices a file may ask for
 
 
@@ -240,11 +241,7 @@ def from_json(data: object, file: str = "schedule") -> Schedule:
     """
     draft = _Draft(file)
     if isinstance(data, str):
-        try:
-            data = json.loads(data)
-        except json.JSONDecodeError as error:
-            draft.place = f"line {error.lineno}, column {error.colno}"
-            raise draft.wrong(f"is not JSON: {error.msg}") from None
+        data = parse_json(data, file)
     if not isinstance(data, dict):
         raise draft.wrong("holds no JSON object; a schedule is an object with name, ranks, microbatches, paths, tapes")
     table = cast(dict[str, Any], data)
@@ -255,7 +252,10 @@ def from_json(data: object, file: str = "schedule") -> Schedule:
     for key in table:
         if key not in known | {"asynchronous", "tapes", "times"}:
             raise draft.wrong(f"unknown key {key!r}")
-    draft.name = str(table.get("name", ""))
+    name: object = table.get("name", "")
+    if not isinstance(name, str):
+        raise draft.wrong(f"key name: is {name!r}; a text is needed")
+    draft.name = name
     draft.ranks = draft.whole(table.get("ranks"), "key ranks")
     draft.microbatches = draft.whole(table.get("microbatches"), "key microbatches")
     draft.paths = [
@@ -287,6 +287,7 @@ def _finish(draft: _Draft) -> Schedule:
     for key in ("name", "ranks", "microbatches", "paths"):
         if not getattr(draft, key):
             raise draft.wrong(f"`{'path' if key == 'paths' else key}:` is missing")
+    check_name(draft.name, draft.wrong)
     if len(draft.paths) >= ANYWHERE:
         raise draft.wrong(f"has {len(draft.paths)} paths; up to {ANYWHERE - 1} can be told apart")
     try:
@@ -343,7 +344,7 @@ def _path_of(draft: _Draft) -> list[int]:
     path_of: list[int] = []
     for run in draft.path_runs:
         path, star, count = run.partition("*")
-        if not star or not path.isdigit() or not count.isdigit() or int(path) >= len(draft.paths):
+        if not star or not NUMBER.fullmatch(path) or not NUMBER.fullmatch(count) or int(path) >= len(draft.paths):
             raise draft.wrong(
                 f"paths of micro-batches: {run!r}; expected PATH*COUNT with a path from 0 to {len(draft.paths) - 1}"
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal
@@ -155,6 +156,13 @@ class Schedule:
         return f"<{self.name}: {self.ranks} ranks, {self.microbatches} micro-batches, {len(self)} ops>"
 
 
+def check_name(name: str, wrong: Callable[[str], Exception]) -> None:
+    """Raise `wrong(what)` unless the name can stand in the text form and be read back: one printable line."""
+    if not name or len(name) > 200 or not name.isprintable() or "#" in name or name != name.strip():
+        shown = repr(name[:60])
+        raise wrong(f"name {shown}: up to 200 printable characters without # and outer blanks are needed")
+
+
 def assemble(
     name: str,
     placement: Placement,
@@ -170,13 +178,20 @@ def assemble(
     `path_of[microbatch]` defaults to equal runs of micro-batches over the paths, the first path first.
     Raises ScheduleError where a tape asks for a chunk, a micro-batch or a split backward that is not there.
     """
+    check_name(name, lambda what: InputError(f"assemble: {what}"))
+    if cut not in CUTS:
+        raise InputError(f"{name}: micro-batches are cut along {cut!r}; expected one of {', '.join(CUTS)}")
     if len(tapes) != placement.ranks:
         raise InputError(f"{name}: {len(tapes)} tapes for {placement.ranks} ranks; one tape a rank is needed")
-    if microbatches < 1 or slices < 1:
+    if operator.index(microbatches) < 1 or operator.index(slices) < 1:
         raise InputError(f"{name}: {microbatches} micro-batches of {slices} slices; at least 1 of each is needed")
     paths = len(placement.paths)
     runs = np.arange(microbatches) * paths // microbatches if path_of is None else path_of
-    which = np.asarray(runs, dtype=np.int8)
+    which = np.clip(np.asarray(runs), -1, 127).astype(np.int8)
+    if which.shape != (microbatches,) or which.min() < 0 or which.max() >= paths:
+        raise InputError(
+            f"{name}: path_of must name a path from 0 to {paths - 1} for each of {microbatches} micro-batches"
+        )
     per_path = np.bincount(which, minlength=paths)
     codes = np.concatenate([tape.codes for tape in tapes]).astype(np.int32, copy=False)
     numbers = np.full(len(codes), AUTO, dtype=np.int32)

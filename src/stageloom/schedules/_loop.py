@@ -4,7 +4,7 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2, and Megatron-LM's rule 
 chunks in groups of g, P <= g <= M, and the last group is whole or at least P long (a shorter one can deadlock).
 """
 
-from stageloom.tape import EMPTY, Tape
+from stageloom.tape import Tape, join
 
 
 def group_size(ranks: int, microbatches: int) -> int:
@@ -23,4 +23,4 @@ def walk(op: Tape, chunks: list[int], microbatches: int, group: int) -> Tape:
 
 
 def _round(op: Tape, chunks: list[int], size: int) -> Tape:
-    return sum((op.on(chunk=chunk) * size for chunk in chunks), EMPTY)
+    return join(*(op.on(chunk=chunk) * size for chunk in chunks))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from stageloom.errors import ConstraintError, InputError
 from stageloom.schedule import Schedule
 
@@ -80,13 +82,13 @@ class Record:
     citation: str
     summary: str
     build: Callable[..., Schedule]
+    bubble: Promise
+    activations: Promise
     aliases: tuple[str, ...] = ()
     synchronous: bool = True
     options: tuple[Option, ...] = ()
     limits: Callable[..., Refusal | None] = anything
     variants: tuple[dict[str, Any], ...] = ({},)
-    bubble: Promise | None = None
-    activations: Promise | None = None
 
     def option_values(self, given: dict[str, Any]) -> dict[str, Any]:
         """The options to build with: `given` over the defaults. Raises InputError for one that is unknown or wrong."""
@@ -100,7 +102,7 @@ class Record:
             _check_option(self.name, option, values[option.name])
         return values
 
-    def refusal(self, ranks: int, microbatches: int, **given: Any) -> Refusal | None:
+    def refusal(self, ranks: int, microbatches: int, /, **given: Any) -> Refusal | None:
         """None where these sizes can be built; else the reason and the nearest that can."""
         for name, value in (("ranks", ranks), ("microbatches", microbatches)):
             _check_whole(f"{self.name}: {name}", value, 1)
@@ -110,7 +112,7 @@ class Record:
             raise InputError(f"{self.name}: {ops:,} ops at these sizes; Stageloom builds up to {LARGEST:,}")
         return self.limits(ranks, microbatches, **values)
 
-    def __call__(self, ranks: int, microbatches: int, **given: Any) -> Schedule:
+    def __call__(self, ranks: int, microbatches: int, /, **given: Any) -> Schedule:
         """Build it. Raises ConstraintError where these sizes cannot be built, InputError for a wrong option."""
         refused = self.refusal(ranks, microbatches, **given)
         if refused is not None:
@@ -129,7 +131,7 @@ def _check_option(schedule: str, option: Option, value: Any) -> None:
 
 
 def _check_whole(what: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InputError(f"{what} = {value!r}; a whole number of at least {least} is needed")
 
 
@@ -138,7 +140,7 @@ def _multiple(options: dict[str, Any]) -> int:
     return int(options.get("chunks", 1)) * 2 * int(options.get("waves", 1)) * int(options.get("slices", 1))
 
 
-LARGEST = 60_000_000
+LARGEST = 20_000_000
 """Ops a schedule may have: beyond it the columns would not fit an ordinary machine's memory."""
 
 CHUNKS = Option("chunks", 2, "chunks a rank (v)", least=1)
@@ -149,4 +151,4 @@ def even_ranks(ranks: int) -> Refusal | None:
     if ranks % 2 == 0:
         return None
     near = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
-    return Refusal(f"{ranks} ranks; its two directions need an even number", f"nearest: {near} ranks")
+    return Refusal(f"P = {ranks}; its two directions need an even number of ranks", f"nearest: P = {near}")

@@ -7,16 +7,16 @@ and its gradients reduced once a step, which suits sharded data parallelism. GPi
 from stageloom.placement import loop
 from stageloom.schedule import Schedule, assemble
 from stageloom.schedules._record import CHUNKS, Option, Promise, Record
-from stageloom.tape import BW, EMPTY, F, numbered
+from stageloom.tape import BW, F, join, numbered
 
 
 def build(ranks: int, microbatches: int, chunks: int = 2, order: str = "reverse") -> Schedule:
-    forwards = sum((F.on(chunk=c) * microbatches for c in range(chunks)), EMPTY)
+    forwards = join(*(F.on(chunk=c) * microbatches for c in range(chunks)))
     if order == "in-order":
-        backwards = sum((BW.on(chunk=c) * microbatches for c in reversed(range(chunks))), EMPTY)
+        backwards = join(*(BW.on(chunk=c) * microbatches for c in reversed(range(chunks))))
     else:
         last_first = range(microbatches - 1, -1, -1)
-        backwards = sum((numbered(BW.on(chunk=c), last_first) for c in reversed(range(chunks))), EMPTY)
+        backwards = join(*(numbered(BW.on(chunk=c), last_first) for c in reversed(range(chunks))))
     return assemble("breadth-first", loop(ranks, chunks), [forwards + backwards] * ranks, microbatches)
 
 

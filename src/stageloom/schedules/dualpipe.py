@@ -8,7 +8,7 @@ direction in which the rank is in the first half of the pipeline.
 
 from stageloom.placement import two_way
 from stageloom.schedule import Schedule, assemble
-from stageloom.schedules._record import Promise, Record, Refusal, even_ranks
+from stageloom.schedules._record import Case, Promise, Record, Refusal, even_ranks
 from stageloom.tape import BW, B, F, Tape, W, join
 
 
@@ -69,15 +69,18 @@ def limits(ranks: int, microbatches: int) -> Refusal | None:
         return odd
     least = 2 * ranks
     if microbatches < least:
-        return Refusal(
-            f"{microbatches} micro-batches on {ranks} ranks; it needs at least 2P = {least}", f"nearest: {least}"
-        )
+        return Refusal(f"M = {microbatches} on P = {ranks}; it needs at least M = 2P", f"nearest: M = {least}")
     if microbatches % 2:
         return Refusal(
-            f"{microbatches} micro-batches; half of them take each direction, so it needs an even number",
-            f"nearest: {microbatches - 1 if microbatches > least else least} or {microbatches + 1}",
+            f"M = {microbatches}; half of them take each direction, so it needs an even number",
+            f"nearest: M = {microbatches - 1 if microbatches > least else least} or {microbatches + 1}",
         )
     return None
+
+
+def balanced(c: Case) -> bool:
+    """The times for which the bubble formula of DualPipe and DualPipeV is exact."""
+    return c.latency == 0 and c.F == c.B >= c.W and c.paired == c.F + c.B + c.W
 
 
 record = Record(
@@ -90,8 +93,8 @@ record = Record(
     bubble=Promise(
         "(P/2-1)(F&B + B - 3W), B the full backward",
         lambda c: (c.ranks // 2 - 1) * (c.paired + c.B + c.W - 3 * c.W),
-        "equal stages, no latency, F = B = W, pair = F + B + W",
-        lambda c: c.latency == 0 and c.F == c.B == c.W and c.paired == c.F + c.B + c.W,
+        "equal stages, no latency, F = B, W <= F, pair = F + B + W",
+        balanced,
     ),
     activations=Promise(
         "P+1", lambda c: [c.ranks + 1.0] * c.ranks, "M >= 2P+2", lambda c: c.microbatches >= 2 * c.ranks + 2

@@ -7,7 +7,7 @@ published with it; the steps are DualPipe's with the two chunks in place of the 
 from stageloom.placement import zigzag
 from stageloom.schedule import Schedule, assemble
 from stageloom.schedules._record import Case, Promise, Record, Refusal
-from stageloom.schedules.dualpipe import Words, steps
+from stageloom.schedules.dualpipe import Words, balanced, steps
 from stageloom.tape import BW, B, F, Tape
 
 WORDS = Words((F.on(chunk=0), B.on(chunk=0), BW.on(chunk=0)), (F.on(chunk=1), B.on(chunk=1), BW.on(chunk=1)))
@@ -25,9 +25,7 @@ def limits(ranks: int, microbatches: int) -> Refusal | None:
     least = 2 * ranks
     if microbatches >= least:
         return None
-    return Refusal(
-        f"{microbatches} micro-batches on {ranks} ranks; it needs at least 2P = {least}", f"nearest: {least}"
-    )
+    return Refusal(f"M = {microbatches} on P = {ranks}; it needs at least M = 2P", f"nearest: M = {least}")
 
 
 def _bubble(c: Case) -> float:
@@ -46,8 +44,8 @@ record = Record(
     bubble=Promise(
         "(P-1)(F&B + B - 3W)/2, B the full backward",
         _bubble,
-        "equal stages, no latency, F = B = W, pair = F + B + W",
-        lambda c: c.latency == 0 and c.F == c.B == c.W and c.paired == c.F + c.B + c.W,
+        "equal stages, no latency, F = B, W <= F, pair = F + B + W",
+        balanced,
     ),
     activations=Promise("P + 1/2", lambda c: [c.ranks + 0.5] * c.ranks, "always", lambda c: True),
 )

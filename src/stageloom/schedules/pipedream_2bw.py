@@ -28,7 +28,7 @@ def limits(ranks: int, microbatches: int, minibatch: int = 0) -> Refusal | None:
     if minibatch == 0 or minibatch >= ranks:
         return None
     return Refusal(
-        f"mini-batches of {minibatch} micro-batches on {ranks} ranks; two weight versions suffice only from P on",
+        f"minibatch = {minibatch} on P = {ranks}; two weight versions suffice only from P on",
         f"nearest: minibatch = {ranks}",
     )
 
