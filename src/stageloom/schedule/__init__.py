@@ -1,6 +1,7 @@
 """The schedule: placement plus one tape a rank; its columns, its text form, its JSON form."""
 
-from stageloom.schedule.text import FORMAT_VERSION, dumps, from_json, loads, to_json, tokens
+from stageloom.schedule.reading import from_json, loads
+from stageloom.schedule.text import FORMAT_VERSION, dumps, to_json, tokens
 from stageloom.schedule.value import Links, Schedule, assemble, keep_first
 
 __all__ = [
