@@ -9,6 +9,7 @@ docs/images/: the pictures that the texts show.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -97,8 +98,9 @@ def schedules_page() -> str:
 def schemas() -> dict[str, str]:
     """JSON schemas of what `simulate --json` and `compare --json` print."""
     metrics = TypeAdapter(sl.Metrics).json_schema()
-    metrics["description"] = (sl.Metrics.__doc__ or "").strip()
+    metrics["description"] = inspect.cleandoc(sl.Metrics.__doc__ or "")
     compared = TypeAdapter(list[sl.Metrics]).json_schema()
+    compared["$defs"]["Metrics"]["description"] = metrics["description"]
     return {
         "simulate.schema.json": json.dumps(metrics, indent=2) + "\n",
         "compare.schema.json": json.dumps(compared, indent=2) + "\n",

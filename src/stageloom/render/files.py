@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -18,6 +19,8 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     folder = target.parent
     if os.path.isdir(target):
         raise InputError(f"{path}: is a folder; give the name of a file in it")
+    if _is_loop(target):
+        raise InputError(f"{path}: is a loop of links; give another path")
     if not os.path.isdir(folder):
         raise InputError(f"{path}: there is no folder {folder}; create it or give another path")
     content = data.encode("utf-8") if isinstance(data, str) else data
@@ -34,12 +37,18 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
             file.write(content)
         os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
-    except RuntimeError:
-        raise InputError(f"{path}: is a loop of links; give another path") from None
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _is_loop(target: Path) -> bool:
+    try:
+        os.stat(target)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _mode(target: Path) -> int:
