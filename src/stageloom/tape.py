@@ -132,6 +132,12 @@ def join(*words: Tape) -> Tape:
     return Tape(codes, np.concatenate([_numbers(word) for word in words]))
 
 
+def mirrored(word: Tape) -> Tape:
+    """The same word with paths 0 and 1 exchanged: what the opposite rank of a two-way placement does."""
+    anywhere = (word.codes >> PATH_SHIFT & ANYWHERE) == ANYWHERE
+    return Tape(np.where(anywhere, word.codes, word.codes ^ 1 << PATH_SHIFT), word.numbers)
+
+
 def numbered(op: Tape, microbatches: Iterable[int]) -> Tape:
     """`op` once for each of these micro-batches, in this order (GPipe: `numbered(BW, range(M - 1, -1, -1))`).
 

@@ -9,7 +9,7 @@ direction in which the rank is in the first half of the pipeline.
 from stageloom.placement import two_way
 from stageloom.schedule import Schedule, assemble
 from stageloom.schedules._record import Case, Promise, Record, Refusal, even_ranks
-from stageloom.tape import BW, B, F, Tape, W, join
+from stageloom.tape import BW, B, F, Tape, W, join, mirrored
 
 
 class Words:
@@ -53,14 +53,12 @@ def steps(words: Words, far: int, near: int, pairs: int, middle: bool) -> Tape:
 
 def build(ranks: int, microbatches: int) -> Schedule:
     half = ranks // 2
-    down, up = ((F.on(path=path), B.on(path=path), BW.on(path=path)) for path in (0, 1))
-    words = Words(down, up), Words(up, down)
-    tapes: list[Tape] = []
-    for rank in range(ranks):
-        near = min(rank, ranks - 1 - rank) + 1
-        pairs = microbatches // 2 - ranks + near
-        tapes.append(steps(words[rank >= half], half - near, near, pairs, near == half))
-    return assemble("dualpipe", two_way(ranks), tapes, microbatches)
+    words = Words(*((F.on(path=path), B.on(path=path), BW.on(path=path)) for path in (0, 1)))
+    first_half = [
+        steps(words, half - near, near, microbatches // 2 - ranks + near, near == half) for near in range(1, half + 1)
+    ]
+    second_half = [mirrored(tape) for tape in reversed(first_half)]
+    return assemble("dualpipe", two_way(ranks), first_half + second_half, microbatches)
 
 
 def limits(ranks: int, microbatches: int) -> Refusal | None:
