@@ -24,7 +24,7 @@ demo: $(VENV)/.core ## compare all schedules at 8 ranks: table, timeline, pictur
 test: $(VENV)/.torch ## run the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(VENV)/.dev ## lint, format check, types, import layers
+check: $(VENV)/.torch ## lint, format check, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

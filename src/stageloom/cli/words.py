@@ -56,4 +56,4 @@ def size(value: float) -> str:
 
 def many(number: int, what: str) -> str:
     """`1 rank`, `8 ranks`."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('ch') else 's'}"
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith(('ch', 's')) else 's'}"

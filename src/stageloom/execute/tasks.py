@@ -1,0 +1,86 @@
+"""What one rank does in a step: the lowered program of that rank, looked up once and kept as plain objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stageloom.lower import Code, Program
+from stageloom.op import KIND_NAMES, Kind
+
+
+class Place(NamedTuple):
+    """Whose value it is: one slice of one micro-batch on one stage of one path."""
+
+    path: int
+    stage: int
+    microbatch: int
+    slice: int
+
+    def beside(self, step: int) -> Place:
+        """The same slice on a neighbouring stage."""
+        return self._replace(stage=self.stage + step)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One instruction of a rank.
+
+    `place` is whose value is computed, sent, received or reduced; of a message it is the receiver's, and `forward`
+    tells an activation from a gradient; `peer` is the other rank. A computing op hands its result over on the same rank
+    where `local` is true; `pair` marks one that is overlapped with the next. `row` is the schedule's.
+    """
+
+    code: Code
+    place: Place
+    row: int
+    peer: int = -1
+    forward: bool = True
+    local: bool = False
+    pair: bool = False
+    version: int = 0
+
+    def __str__(self) -> str:
+        cut = f".{self.place.slice}" if self.place.slice else ""
+        where = f"{self.place.microbatch}{cut}@{self.place.stage}"
+        if self.code is Code.REDUCE:
+            return f"reduce @{self.place.stage}"
+        if self.code in (Code.SEND, Code.RECV):
+            what = "activations" if self.forward else "gradients"
+            verb = "send" if self.code is Code.SEND else "receive"
+            return f"{verb} {what} for {where} {'to' if self.code is Code.SEND else 'from'} rank {self.peer}"
+        return f"{KIND_NAMES[self.code]}{where}"
+
+
+def tasks_of(program: Program, rank: int) -> list[Task]:
+    """The instructions of a rank, in order."""
+    schedule = program.schedule
+    source = schedule.links.source
+    users = {int(sender): row for row, sender in enumerate(source.tolist()) if sender >= 0}
+    ranks, versions = schedule.rank, schedule.versions
+
+    def place(row: int) -> Place:
+        op = schedule.op(row)
+        return Place(int(schedule.path_of[op.microbatch]), op.stage, op.microbatch, op.slice)
+
+    tasks: list[Task] = []
+    for at in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
+        code, row, peer = Code(program.code[at]), int(program.row[at]), int(program.peer[at])
+        if code in (Code.SEND, Code.RECV):
+            user = int(program.use[at]) if code is Code.RECV else users[row]
+            tasks.append(Task(code, place(user), row, peer, forward=int(schedule.kind[row]) == Kind.F))
+        elif code is Code.REDUCE:
+            tasks.append(Task(code, place(row), row))
+        else:
+            user = users.get(row, -1)
+            local = user >= 0 and int(ranks[user]) == rank
+            tasks.append(
+                Task(code, place(row), row, local=local, pair=bool(schedule.pair[row]), version=int(versions[row]))
+            )
+    return tasks
+
+
+def forward_only(tasks: list[Task]) -> list[Task]:
+    """The part of a program that an evaluation runs: forwards and the messages between them."""
+    moves = (Code.SEND, Code.RECV)
+    return [task for task in tasks if task.code is Code.F or (task.code in moves and task.forward)]

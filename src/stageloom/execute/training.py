@@ -1,0 +1,174 @@
+"""The tasks that `stageloom verify` and `stageloom run` start on every rank: compare with one process, and train."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaks unknown types)
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stageloom.errors import InputError
+from stageloom.execute.checkpoint import Checkpoint
+from stageloom.execute.language import Config, StageSequence, batches, bytes_of_library, language_model, next_byte_loss
+from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.workers import Seat, doing
+from stageloom.schedule import Schedule
+
+Dtype = Literal["float32", "float64"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to train: the schedule, the model's sizes, sequences of a micro-batch, optimiser steps and learning rate."""
+
+    schedule: Schedule
+    config: Config
+    size: int = 2
+    steps: int = 1
+    rate: float = 1e-3
+    seed: int = 0
+    dtype: Dtype = "float32"
+    data_bytes: int = 4_000_000
+
+
+def children_of_stages(schedule: Schedule, config: Config) -> list[tuple[int, int]]:
+    """(first, last + 1) of the model's children on each stage: embedding, blocks and head, as evenly as they go."""
+    children = config.layers + 2
+    if children < schedule.stages:
+        raise InputError(
+            f"{schedule.stages} stages need as many modules, and the model has {children} (embedding, "
+            f"{config.layers} blocks, head); at least {schedule.stages - 2} layers are needed"
+        )
+    cuts = [stage * children // schedule.stages for stage in range(schedule.stages + 1)]
+    return list(pairwise(cuts))
+
+
+def stages_of(work: Work, rank: int, model: nn.Sequential) -> dict[tuple[int, int], nn.Module]:
+    """The stages that the schedule puts on this rank, taken from the whole model; a second path gets a copy."""
+    spans = children_of_stages(work.schedule, work.config)
+    named = list(model.named_children())
+    found: dict[tuple[int, int], nn.Module] = {}
+    for path, stages in enumerate(work.schedule.placement.stages_of[rank]):
+        for stage in stages:
+            low, high = spans[stage]
+            found[path, stage] = StageSequence(named[low:high])
+    return found
+
+
+def _data(work: Work, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    return batches(data, work.schedule.microbatches, work.size, work.config.context, step, work.seed)
+
+
+def _optimizer(work: Work) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=work.rate)
+
+
+# ------------------------------------------------------------------------------------------------------------ verify
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a rank is from one process: the loss, the worst gradient and where it is, and how its stages split."""
+
+    rank: int
+    loss: float
+    loss_error: float
+    gradient_error: float
+    worst: str
+    parameters: int
+    modes: dict[int, str]
+
+
+def verify(seat: Seat, work: Work) -> Verdict:
+    """One step by the schedule on this rank, and the same step without a pipeline, in this process alone."""
+    dtype = getattr(torch, work.dtype)
+    model = language_model(work.config, work.seed, dtype)
+    whole = language_model(work.config, work.seed, dtype)
+    inputs, targets = _data(work, bytes_of_library(work.data_bytes), 0)
+    stages = stages_of(work, seat.rank, model)
+    pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=seat.group, on_task=doing)
+    result = pipeline.step(inputs, targets)
+    doing("the same step in one process")
+    expected = 0.0
+    parts = work.schedule.microbatches
+    for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+        loss = next_byte_loss(whole(x), y) / parts
+        loss.backward()
+        expected += float(loss.detach())
+    reference = dict(whole.named_parameters())
+    worst, where, count = 0.0, "", 0
+    for module in stages.values():
+        for name, parameter in module.named_parameters():
+            wanted = reference[name].grad
+            assert wanted is not None
+            got = torch.zeros_like(wanted) if parameter.grad is None else parameter.grad
+            error = float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+            count += parameter.numel()
+            if error >= worst:
+                worst, where = error, name
+    modes = {stage: report.mode for (_, stage), report in pipeline.reports.items()}
+    return Verdict(seat.rank, result.loss, abs(result.loss - expected), worst, where, count, modes)
+
+
+# ------------------------------------------------------------------------------------------------------------- train
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank reports after training: the loss of every step, seconds a step, its share of time at work, and when
+    each of its rows of the last step ran, in seconds since that step began on the first rank."""
+
+    rank: int
+    losses: list[float]
+    seconds: list[float]
+    busy: float
+    spans: dict[int, tuple[float, float]]
+
+
+def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bool, report: bool) -> Trained:
+    """Train this rank's stages; the first rank prints a line a step where `report`."""
+    schedule = work.schedule
+    model = language_model(work.config, work.seed, getattr(torch, work.dtype))
+    stages = stages_of(work, seat.rank, model)
+    make = _optimizer(work)
+    pipeline = Pipeline(
+        schedule,
+        stages,
+        next_byte_loss,
+        group=seat.group,
+        optimizer=None if schedule.synchronous else make,
+        on_task=doing,
+    )
+    optimizer = make(pipeline.parameters()) if schedule.synchronous and stages else None
+    data = bytes_of_library(work.data_bytes)
+    kept = None if checkpoint is None else Checkpoint(checkpoint, seat.group)
+    began = kept.load(pipeline, optimizer) if kept is not None and resume else 0
+    losses: list[float] = []
+    seconds: list[float] = []
+    busy, spans, zero = 0.0, {}, 0.0
+    for step in range(began, work.steps):
+        inputs, targets = _data(work, data, step)
+        dist.barrier(seat.group)
+        zero = time.perf_counter()
+        result = pipeline.step(inputs, targets, seed=hash((work.seed, step)) if work.config.dropout else None)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        taken = time.perf_counter() - zero
+        losses.append(result.loss)
+        seconds.append(taken)
+        spans = result.run.spans
+        busy = sum(end - start for start, end in spans.values()) / taken
+        if report and seat.rank == 0:
+            print(f"step {step + 1}/{work.steps}  loss {result.loss:.4f}  {taken * 1e3:.0f} ms", flush=True)
+        if kept is not None and ((step + 1) % every == 0 or step + 1 == work.steps):
+            doing(f"checkpoint of step {step + 1}")
+            kept.save(step + 1, pipeline, optimizer)
+    return Trained(seat.rank, losses, seconds, busy, {row: (s - zero, e - zero) for row, (s, e) in spans.items()})
