@@ -7,16 +7,16 @@ OUT    ?= out
 # More options for pip, such as an index that serves CPU-only builds of torch.
 PIP_ARGS ?=
 # More options for pytest: make test PYTEST_ARGS='-n 0 -x -k zero_bubble'
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile -m 'not slow'
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench golden docs clean
+.PHONY: help demo test check bench bench-run golden docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.core ## compare all schedules at 8 ranks: table, timeline, pictures in out/
 	$(BIN)/stageloom demo --out $(OUT)
@@ -32,6 +32,9 @@ check: $(VENV)/.torch ## lint, format check, types, import layers
 
 bench: $(VENV)/.torch ## run the benchmarks
 	$(BIN)/python -m benchmarks
+
+bench-run: $(VENV)/.torch ## the runtime beside PyTorch's, on real processes
+	$(BIN)/python -m benchmarks runtime
 
 golden: $(VENV)/.dev ## regenerate the golden texts (read the diff before you commit it)
 	$(BIN)/python tools/golden.py

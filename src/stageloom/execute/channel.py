@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,6 +26,38 @@ def spec_of(tensors: list[Tensor], structure: Any) -> Spec:
     return Spec(structure, tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors))
 
 
+def differentiable(spec: Spec) -> Spec:
+    """What the gradient of such a message holds."""
+    kept = [at for at, dtype in enumerate(spec.dtypes) if dtype.is_floating_point or dtype.is_complex]
+    return Spec(None, tuple(spec.shapes[at] for at in kept), tuple(spec.dtypes[at] for at in kept))
+
+
+def difference(found: Spec, expected: Spec) -> tuple[str, str] | None:
+    """The first thing in which a message is not as expected, and what was expected; None if there is none."""
+    if len(found.shapes) != len(expected.shapes):
+        return f"{len(found.shapes)} tensors", str(len(expected.shapes))
+    both = zip(found.shapes, found.dtypes, expected.shapes, expected.dtypes, strict=True)
+    for at, (shape, dtype, wanted_shape, wanted_dtype) in enumerate(both):
+        which = f"tensor {at} of " if len(found.shapes) > 1 else "a tensor of "
+        if shape != wanted_shape:
+            return f"{which}shape {shape}", str(wanted_shape)
+        if dtype != wanted_dtype:
+            return f"{which}dtype {dtype}", str(wanted_dtype)
+    if not _same(found.structure, expected.structure):
+        # numbers and text between the tensors do not travel again
+        return f"the structure {found.structure}", str(expected.structure)
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        if one == other:
+            return True
+    except Exception:  # leaves such as arrays, which do not compare to one truth
+        pass
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
 @dataclass
 class Posted:
     """A receive under way: what it waits for and where it goes."""
@@ -44,60 +74,32 @@ class Posted:
 
 
 class Sender:
-    """Sends under way. A thread for each peer waits for them in order, and lets go of each tensor when it has left.
-
-    (Gloo says that a send is done only to who waits for it.)
-    """
+    """Sends under way, by the row whose result they carry. Each is let go of when it is known to have arrived."""
 
     def __init__(self) -> None:
-        self.under_way = 0
+        self.under_way: dict[int, list[tuple[Any, Tensor]]] = {}
         self.most = 0
-        self._lock = threading.Condition()
-        self._queues: dict[int, SimpleQueue[tuple[Any, Tensor] | None]] = {}
-        self._failure: BaseException | None = None
 
-    def send(self, tensors: list[Tensor], rank: int, group: dist.ProcessGroup, announce: Spec | None = None) -> None:
+    def send(
+        self, row: int, tensors: list[Tensor], rank: int, group: dist.ProcessGroup, announce: Spec | None = None
+    ) -> None:
         """Start to send; with `announce` the spec goes first."""
+        leaving = [_sendable(tensor) for tensor in tensors]
         if announce is not None:
             packed = torch.frombuffer(bytearray(pickle.dumps(announce)), dtype=torch.uint8)
-            self._start(torch.tensor([len(packed)]), rank, group)
-            self._start(packed, rank, group)
-        for tensor in tensors:
-            self._start(_sendable(tensor), rank, group)
+            leaving = [torch.tensor([len(packed)]), packed, *leaving]
+        self.under_way[row] = [(dist.isend(tensor, group=group, group_dst=rank), tensor) for tensor in leaving]
+        self.most = max(self.most, len(self.under_way))
 
-    def _start(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-        work = dist.isend(tensor, group=group, group_dst=rank)
-        with self._lock:
-            self.under_way += 1
-            self.most = max(self.most, self.under_way)
-        if rank not in self._queues:
-            self._queues[rank] = SimpleQueue()
-            threading.Thread(target=self._watch, args=(self._queues[rank],), daemon=True).start()
-        self._queues[rank].put((work, tensor))
-
-    def _watch(self, queue: SimpleQueue[tuple[Any, Tensor] | None]) -> None:
-        while (item := queue.get()) is not None:
-            try:
-                item[0].wait()
-            except BaseException as error:
-                self._failure = self._failure or error
-            del item
-            with self._lock:
-                self.under_way -= 1
-                self._lock.notify_all()
+    def reap(self, rows: tuple[int, ...]) -> None:
+        """Let go of sends that have arrived."""
+        for row in rows:
+            for work, _ in self.under_way.pop(row, ()):
+                work.wait()
 
     def finish(self) -> None:
         """Wait until all has been sent. Raises what a send failed with."""
-        with self._lock:
-            self._lock.wait_for(lambda: self.under_way == 0)
-        if self._failure is not None:
-            raise self._failure
-
-    def close(self) -> None:
-        """End the threads."""
-        for queue in self._queues.values():
-            queue.put(None)
-        self._queues = {}
+        self.reap(tuple(self.under_way))
 
 
 def receive_spec(rank: int, group: dist.ProcessGroup) -> Spec:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageloom.execute.channel import Posted, Sender, Spec, post, receive_spec, spec_of
+from stageloom.errors import StageloomError
+from stageloom.execute.channel import Posted, Sender, Spec, difference, differentiable, post, receive_spec, spec_of
 from stageloom.execute.stage import StageRunner
 from stageloom.execute.tasks import Place, Task
 from stageloom.lower import Code
@@ -55,7 +56,11 @@ class Run:
 
 
 class Executor:
-    """Runs tasks of one rank. State between runs: the specs of messages that have been seen."""
+    """Runs tasks of one rank. State between runs: the specs of messages that have been sent and received.
+
+    With `check_finite` an infinity or nan in what a task computes is an error that names the task, and the values it is
+    in; without, it goes its way to the loss and the weights.
+    """
 
     def __init__(
         self,
@@ -65,18 +70,24 @@ class Executor:
         *,
         window: int = 2,
         on_task: Callable[[str], None] | None = None,
+        check_finite: bool = False,
     ) -> None:
         self.stages = stages
         self.net = net
         self.reduce = reduce
         self.window = window
         self.on_task = on_task
+        self.check_finite = check_finite
         self.specs: dict[Place, Spec] = {}
+        self.sent_specs: dict[Place, Spec] = {}
         self.names: dict[int, str] = {}
         self.sender = Sender()
 
     def run(self, tasks: list[Task], *, announce: bool, backward: bool = True) -> Run:
-        """Run the tasks. `announce`: shapes are not known on the receiving side and travel with the messages."""
+        """Run the tasks. `announce`: shapes are not known on the receiving side and travel with the messages.
+
+        Those of a run with backwards hold for the runs after it that do not announce.
+        """
         run = Run()
         arrived: dict[tuple[bool, Place], list[Tensor]] = {}
         structures: dict[Place, Any] = {}
@@ -92,27 +103,30 @@ class Executor:
                 self._post_ahead(tasks, waiting, posted)
             if task.code is Code.RECV:
                 began = time.perf_counter()
-                spec, tensors = self._receive(at, task, posted, waiting, announce=announce)
+                spec, tensors = self._receive(at, task, posted, waiting, announce=announce, keep=backward)
                 run.waited += time.perf_counter() - began
+                sender.reap(task.reaps)
                 arrived[task.forward, task.place] = tensors
                 if task.forward:
                     structures[task.place] = spec.structure
             elif task.code is Code.SEND:
                 tensors = leaving.pop((task.forward, task.place))
-                spec = None
-                if task.forward and announce:
-                    spec = spec_of(tensors, structures.pop(task.place))
-                elif task.forward:
-                    structures.pop(task.place)
-                group = self.net.edge(self.net.rank, task.peer)
-                sender.send(tensors, task.peer, group, spec)
+                spec = spec_of(tensors, structures.pop(task.place, None))
+                told = task.forward and announce
+                if told and backward:
+                    self.sent_specs[task.place] = spec
+                elif not told:
+                    self._check_sent(task, spec)
+                sender.send(
+                    task.row, tensors, task.peer, self.net.edge(self.net.rank, task.peer), spec if told else None
+                )
             elif task.code is Code.REDUCE:
                 self.reduce(task)
             else:
                 began = time.perf_counter()
                 self._compute(task, run, arrived, structures, leaving, backward=backward)
                 run.spans[task.row] = began, time.perf_counter()
-            run.most_values = max(run.most_values, len(arrived) + len(leaving) + sender.under_way)
+            run.most_values = max(run.most_values, len(arrived) + len(leaving) + len(sender.under_way))
         sender.finish()
         run.most_sends = sender.most
         return run
@@ -137,6 +151,9 @@ class Executor:
         if task.code is Code.F:
             value = None if stage.first else (arrived.pop((True, place)), structures.pop(place))
             result = stage.forward(place, value, version=task.version, backward=backward)
+            if self.check_finite:
+                self._check_finite(task, "loss", [] if result.loss is None else [result.loss])
+                self._check_finite(task, "activations", result.tensors)
             if stage.last:
                 if result.loss is not None:
                     run.losses[place] = result.loss
@@ -149,11 +166,42 @@ class Executor:
             return
         if task.code is Code.W:
             stage.backward_weight(place)
+            self._check_gradients(task, stage, [])
             return
         gradients = None if stage.last else arrived.pop((False, place))
         found = stage.backward(place, gradients, whole=task.code is Code.BW)
+        self._check_gradients(task, stage, found)
         if not stage.first:
             (arrived if task.local else leaving)[False, place.beside(-1)] = found
+
+    # -------------------------------------------------------------------------------------------------- checking
+
+    def _check_sent(self, task: Task, spec: Spec) -> None:
+        """The receiver has made its buffers already: what does not fit them would end up as garbage, or nowhere."""
+        if task.forward:
+            expected = self.sent_specs.get(task.place)
+            known = "as in the step that announced it"
+        else:
+            expected = self.specs.get(task.place.beside(1))
+            expected = None if expected is None else differentiable(expected)
+            known = "as the activations it belongs to"
+        found = None if expected is None else difference(spec, expected)
+        if found is not None:
+            stage = task.place.stage + (-1 if task.forward else 1)
+            raise StageloomError(f"{task}: stage {stage} gives {found[0]}, expected {found[1]} {known}")
+
+    def _check_finite(self, task: Task, what: str, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if not bool(torch.isfinite(tensor).all()):
+                kind = "nan" if bool(torch.isnan(tensor).any()) else "infinity"
+                raise StageloomError(f"{task} on rank {self.net.rank}: {kind} in its {what}")
+
+    def _check_gradients(self, task: Task, stage: StageRunner, found: list[Tensor]) -> None:
+        if not self.check_finite:
+            return
+        self._check_finite(task, "gradients", found)
+        own = (p.grad for p in stage.parameters) if stage.versions is None else stage.versions.collected.values()
+        self._check_finite(task, "gradients of weights", (gradient for gradient in own if gradient is not None))
 
     # ------------------------------------------------------------------------------------------------- receiving
 
@@ -176,15 +224,22 @@ class Executor:
         return self.stages[task.place.path, task.place.stage].gradient_spec(task.place)
 
     def _receive(
-        self, at: int, task: Task, posted: dict[int, Posted], waiting: dict[int, deque[int]], *, announce: bool
+        self,
+        at: int,
+        task: Task,
+        posted: dict[int, Posted],
+        waiting: dict[int, deque[int]],
+        *,
+        announce: bool,
+        keep: bool,
     ) -> tuple[Spec, list[Tensor]]:
         found = posted.pop(at, None)
         if found is None:
             waiting[task.peer].popleft()
             group = self.net.edge(task.peer, self.net.rank)
-            if task.forward and announce:
-                self.specs[task.place] = receive_spec(task.peer, group)
-            spec = self._expected(task)
+            spec = receive_spec(task.peer, group) if task.forward and announce else self._expected(task)
+            if spec is not None and task.forward and keep:
+                self.specs[task.place] = spec
             assert spec is not None, f"{task}: its shapes are not known"
             found = post(spec, task.peer, group, self.net.device)
         return found.spec, found.wait()

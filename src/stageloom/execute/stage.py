@@ -4,14 +4,15 @@
 # (torch leaks unknown types)
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from stageloom.errors import InputError
+from stageloom.execute.chance import Random, seed_of
 from stageloom.execute.channel import Spec, spec_of
 from stageloom.execute.split import (
     Mode,
@@ -23,7 +24,7 @@ from stageloom.execute.split import (
     run_forward,
 )
 from stageloom.execute.tasks import Place
-from stageloom.execute.tree import flatten, unflatten
+from stageloom.execute.tree import flatten, leaves, unflatten
 from stageloom.execute.versions import Versions
 
 
@@ -50,13 +51,15 @@ class Feed:
     scale: float = 1.0
     seed: int | None = None
     keep_outputs: bool = False
+    announce: bool = True
 
 
 @dataclass
 class _Flight:
     """A micro-batch between its forward and the end of its backward."""
 
-    saved: Saved
+    saved: Saved | None  # None where the forward is run again
+    again: Callable[[], Saved] | None
     spec: Spec  # of the outputs that are for the next stage; what follows them is carry
     outputs: int
     inputs: Spec  # of what came from the stage before; what follows it is carry
@@ -92,10 +95,17 @@ class StageRunner:
         self.recompute = recompute
         self.versions = versions
         self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.announced: dict[Place, Spec] = {}  # what the next stage was last told of outputs
         self.flights: dict[Place, _Flight] = {}
         self.carries: dict[Place, tuple[list[Tensor], Any]] = {}
         self.carry_gradients: dict[Place, list[Tensor | None]] = {}
         self.feed = Feed()
+
+    def begin(self, feed: Feed) -> None:
+        """A run starts. What a run that failed may have left is dropped."""
+        self.feed = feed
+        self.flights, self.carries, self.carry_gradients = {}, {}, {}
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -103,70 +113,112 @@ class StageRunner:
         """Run the stage for one slice of a micro-batch."""
         tensors, structure = flatten(self.feed.inputs.pop(place)) if value is None else value
         carry, carry_structure = self.carries.pop(place, ([], None))
-        kwargs = self.feed.kwargs.get(place, {})
-        shape: dict[str, Any] = {}
+        given = tensors + carry
+        trees: dict[str, Any] = {}
 
-        def call(given: list[Tensor]) -> list[Tensor]:
+        def call(flat: list[Tensor]) -> list[Tensor]:
             """The stage on flat tensors: outputs (or the loss), then the carry for the next slice."""
-            argument = unflatten(given[: len(tensors)], structure)
-            past = unflatten(given[len(tensors) :], carry_structure) if carry_structure is not None else None
-            output, following = self._call(argument, past, kwargs, version)
-            shape["output"] = output
-            results: list[Tensor]
-            if self.last and place in self.feed.targets:
-                loss = self.loss(output, self.feed.targets[place])
-                shape["loss"] = loss.detach()
-                results = [loss * (self.feed.scale / self.parts)]
-                shape["structure"] = None
-            else:
-                results, shape["structure"] = flatten(output)
-            shape["values"] = len(results)
-            carried: list[Tensor] = []
-            if following is not None:
-                carried, shape["carry"] = flatten(following)
+            argument = unflatten(flat[: len(tensors)], structure)
+            past = unflatten(flat[len(tensors) :], carry_structure) if carry_structure is not None else None
+            output, following = self._call(argument, past, place, version if backward else None)
+            results = self._results(output, place, trees)
+            trees["values"] = len(results)
+            carried, trees["carry"] = ([], None) if following is None else flatten(following)
             return results + carried
 
-        def again(given: list[Tensor]) -> list[Tensor]:
-            results: list[Tensor] = checkpoint(call, given, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
-            return results
-
-        run = again if self.recompute and backward else call
-        with self._random(place):
-            if backward:
-                outputs, saved = run_forward(self.mode, run, tensors + carry, self._leaves(version))
+        parameters = self._leaves(version)
+        # the first stage's inputs need no gradient
+        wanted = [not self.first] * len(tensors) + [True] * len(carry)
+        random = self._random(place)
+        saved: Saved | None = None
+        with random:
+            if backward and not self.recompute:
+                outputs, saved = run_forward(self.mode, call, given, parameters, wanted=wanted)
             else:
-                with torch.no_grad():
-                    outputs, saved = call(tensors + carry), None
-        values: int = shape["values"]
-        if self.sequence and place.slice + 1 < self.slices and "carry" in shape:
-            self.carries[place._replace(slice=place.slice + 1)] = outputs[values:], shape["carry"]
-        if saved is not None:
-            spec = spec_of(outputs[:values], None)
-            self.flights[place] = _Flight(saved, spec, len(outputs), spec_of(tensors, None), version)
-        if not self.last:
-            return Result(outputs[:values], shape["structure"])
-        kept = shape["output"] if self.feed.keep_outputs else None
-        detached = None if kept is None else unflatten([t.detach() for t in flatten(kept)[0]], flatten(kept)[1])
-        return Result([], None, shape.get("loss"), detached)
+                outputs = self._without_graph(call, given)
 
-    def _call(self, argument: Any, past: Any, kwargs: dict[str, Any], version: int) -> tuple[Any, Any]:
+        def again() -> Saved:
+            with random:
+                return run_forward(self.mode, call, given, parameters, wanted=wanted)[1]
+
+        values: int = trees["values"]
+        if self.sequence and place.slice + 1 < self.slices and trees["carry"] is not None:
+            self.carries[place._replace(slice=place.slice + 1)] = outputs[values:], trees["carry"]
+        if backward:
+            spec = spec_of(outputs[:values], None)
+            repeat = again if self.recompute else None
+            self.flights[place] = _Flight(saved, repeat, spec, len(outputs), spec_of(tensors, None), version)
+        if not self.last:
+            self._check_announced(place, outputs[:values], trees["structure"])
+            return Result(outputs[:values], trees["structure"])
+        return Result([], None, trees.pop("loss", None), trees.pop("output", None))
+
+    def _call(self, argument: Any, past: Any, place: Place, version: int | None) -> tuple[Any, Any]:
+        if type(self.module) is nn.Identity:  # a stage of nothing, which takes one argument only
+            return argument, None
         arguments = argument if isinstance(argument, tuple) else (argument,)
+        kwargs = self.feed.kwargs.get(place, {})
         if self.sequence:
             kwargs = {**kwargs, "carry": past}
-        if self.versions is not None:
+        # an evaluation runs on the newest weights, which are the module's own
+        if self.versions is not None and version is not None:
             output = self.versions.call(version, arguments, kwargs)
         else:
             output = self.module(*arguments, **kwargs)
-        return output if self.sequence else (output, None)
+        if not self.sequence:
+            return output, None
+        if not isinstance(output, tuple) or len(output) != 2:
+            raise InputError(f"stage {place.stage}, called with carry=, returned no pair (output, carry)")
+        return output
 
-    def _leaves(self, version: int) -> list[Any]:
-        return self.parameters if self.versions is None else self.versions.leaves(version)
+    def _results(self, output: Any, place: Place, trees: dict[str, Any]) -> list[Tensor]:
+        """The loss on the last stage, else what goes to the next one."""
+        if self.last and self.feed.keep_outputs:
+            tensors, structure = flatten(output)
+            trees["output"] = unflatten([t.detach() for t in tensors], structure)
+        if self.last and place in self.feed.targets:
+            loss: Any = self.loss(output, self.feed.targets[place])
+            if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+                got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise InputError(
+                    f"loss: gave {got}; expected a floating-point tensor with a single number and shape ()"
+                )
+            trees["loss"] = loss.detach()
+            return [loss * (self.feed.scale / self.parts)]
+        tensors, trees["structure"] = flatten(output)
+        if not self.last:
+            _check_output(place.stage, tensors, trees["structure"])
+        return tensors
 
-    def _random(self, place: Place) -> Any:
-        """Random numbers that depend on the seed and the place alone, not on the order in which ranks run."""
-        if self.feed.seed is None:
-            return _Unchanged()
-        return _Seeded(hash((self.feed.seed, place.stage, place.microbatch, place.slice)) & (2**63 - 1))
+    def _without_graph(self, call: Callable[[list[Tensor]], list[Tensor]], given: list[Tensor]) -> list[Tensor]:
+        before = [_version(t) for t in given]
+        with torch.no_grad():
+            outputs = call(given)
+        if self.recompute and before != [_version(t) for t in given]:
+            raise InputError("recompute: a stage changes its input in place, so it cannot be run on it again")
+        return [t.detach() for t in outputs]
+
+    def _check_announced(self, place: Place, tensors: list[Tensor], structure: Any) -> None:
+        """The next stage receives into buffers of the shapes it was told last."""
+        spec = spec_of(tensors, structure)
+        if self.feed.announce:
+            self.announced[place] = spec
+        elif self.announced.get(place) != spec:
+            raise InputError(
+                f"stage {place.stage} returned other shapes or values than a step before for inputs of the same "
+                f"shapes (micro-batch {place.microbatch}): pass Pipeline(..., dynamic=True)"
+            )
+
+    def _leaves(self, version: int) -> Sequence[Tensor]:
+        if self.versions is None or version not in self.versions.weights:
+            return self.parameters
+        return self.versions.leaves(version)
+
+    def _random(self, place: Place) -> Random:
+        seed = self.feed.seed
+        if seed is not None:
+            seed = seed_of(seed, place.stage, place.microbatch, place.slice)
+        return Random(seed, keep=self.recompute)
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -179,14 +231,18 @@ class StageRunner:
         """B, or BW where `whole`: gradients for the stage before, one for each floating-point input."""
         flight = self.flights[place]
         values = len(flight.spec.dtypes)
-        grads: list[Tensor | None] = [None] * values
+        grads: list[Tensor | None]
+        if flight.again is not None:
+            flight.saved, flight.again = flight.again(), None
+        assert flight.saved is not None
         if gradients is None:  # the last stage: its output is the loss
-            grads = [torch.ones((), dtype=flight.spec.dtypes[0])]
+            grads = [torch.ones((), dtype=flight.spec.dtypes[0], device=flight.saved.outputs[0].device)]
         else:
             rest = iter(gradients)
             grads = [next(rest) if _has_gradient(dtype) else None for dtype in flight.spec.dtypes]
         grads += self.carry_gradients.pop(place, [None] * (flight.outputs - values))
-        inputs = (run_backward if whole else run_backward_input)(flight.saved, grads)
+        with torch.autocast("cpu", enabled=False):  # a backward has the dtypes of its forward already
+            inputs = (run_backward if whole else run_backward_input)(flight.saved, grads)
         if self.sequence and place.slice > 0:
             self.carry_gradients[place._replace(slice=place.slice - 1)] = inputs[len(flight.inputs.dtypes) :]
         if whole:
@@ -202,7 +258,10 @@ class StageRunner:
 
     def backward_weight(self, place: Place) -> None:
         """W."""
-        run_backward_weight(self.flights[place].saved)
+        saved = self.flights[place].saved
+        assert saved is not None, "W before B"
+        with torch.autocast("cpu", enabled=False):
+            run_backward_weight(saved)
         self._ended(place)
 
     def _ended(self, place: Place) -> None:
@@ -220,21 +279,19 @@ def _differentiable(spec: Spec) -> Spec:
     return Spec(None, tuple(spec.shapes[at] for at in kept), tuple(spec.dtypes[at] for at in kept))
 
 
-class _Unchanged:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+def _version(tensor: Tensor) -> int:
+    return tensor._version  # pyright: ignore[reportPrivateUsage] (torch has no public name for it)
 
 
-class _Seeded:
-    """torch's random numbers from a seed within the block, and as they were after it."""
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
 
-    def __enter__(self) -> None:
-        self.state = torch.get_rng_state()
-        torch.manual_seed(self.seed)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self.state)
+def _check_output(stage: int, tensors: list[Tensor], structure: Any) -> None:
+    if not tensors:
+        raise InputError(f"stage {stage} returned no tensor; the next stage would have nothing to compute on")
+    for leaf in leaves(structure):
+        if leaf is not None and not isinstance(leaf, _PLAIN):
+            raise InputError(
+                f"stage {stage} returned a {type(leaf).__name__}; between stages go tensors, numbers, texts and "
+                "None, in tuples, lists and dicts"
+            )

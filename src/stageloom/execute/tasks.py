@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from stageloom.lower import Code, Program
 from stageloom.op import KIND_NAMES, Kind
 
@@ -29,6 +31,7 @@ class Task:
     `place` is whose value is computed, sent, received or reduced; of a message it is the receiver's, and `forward`
     tells an activation from a gradient; `peer` is the other rank. A computing op hands its result over on the same rank
     where `local` is true; `pair` marks one that is overlapped with the next. `row` is the schedule's.
+    `reaps`, of a receive, are the rows of sends that are known to be done once it has arrived.
     """
 
     code: Code
@@ -39,6 +42,7 @@ class Task:
     local: bool = False
     pair: bool = False
     version: int = 0
+    reaps: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         cut = f".{self.place.slice}" if self.place.slice else ""
@@ -63,12 +67,15 @@ def tasks_of(program: Program, rank: int) -> list[Task]:
         op = schedule.op(row)
         return Place(int(schedule.path_of[op.microbatch]), op.stage, op.microbatch, op.slice)
 
+    reaped = _reaped(program, rank)
     tasks: list[Task] = []
     for at in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
         code, row, peer = Code(program.code[at]), int(program.row[at]), int(program.peer[at])
         if code in (Code.SEND, Code.RECV):
             user = int(program.use[at]) if code is Code.RECV else users[row]
-            tasks.append(Task(code, place(user), row, peer, forward=int(schedule.kind[row]) == Kind.F))
+            forward = int(schedule.kind[row]) == Kind.F
+            reaps = reaped.get(row, ()) if code is Code.RECV else ()
+            tasks.append(Task(code, place(user), row, peer, forward=forward, reaps=reaps))
         elif code is Code.REDUCE:
             tasks.append(Task(code, place(row), row))
         else:
@@ -78,6 +85,25 @@ def tasks_of(program: Program, rank: int) -> list[Task]:
                 Task(code, place(row), row, local=local, pair=bool(schedule.pair[row]), version=int(versions[row]))
             )
     return tasks
+
+
+def _reaped(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
+    """Which sends of this rank a message that it receives proves to be done, by rows.
+
+    A message that a peer sends after it has received ours can only come after ours has arrived. So a send is let go of
+    when the first such message is here: no thread has to watch it, and no wait for it can block.
+    """
+    code, row, peer, owner = program.code, program.row, program.peer, program.rank
+    found: dict[int, list[int]] = {}
+    for other in set(peer[owner == rank].tolist()) - {-1}:
+        theirs = owner == other
+        got = np.flatnonzero(theirs & (code == Code.RECV) & (peer == rank))  # ours, in the order sent
+        sent = np.flatnonzero(theirs & (code == Code.SEND) & (peer == rank))
+        after = np.searchsorted(sent, got)
+        for mine, at in zip(row[got].tolist(), after.tolist(), strict=True):
+            if at < len(sent):
+                found.setdefault(int(row[sent[at]]), []).append(mine)
+    return {key: tuple(rows) for key, rows in found.items()}
 
 
 def forward_only(tasks: list[Task]) -> list[Task]:

@@ -123,7 +123,7 @@ def verify(seat: Seat, work: Work) -> Verdict:
 @dataclass(frozen=True)
 class Trained:
     """What a rank reports after training: the loss of every step, seconds a step, its share of time at work, and when
-    each of its rows of the last step ran, in seconds since that step began on the first rank."""
+    each of its rows of the last step ran, in seconds of the machine's clock (see `measure.timeline_of`)."""
 
     rank: int
     losses: list[float]
@@ -152,7 +152,7 @@ def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bo
     began = kept.load(pipeline, optimizer) if kept is not None and resume else 0
     losses: list[float] = []
     seconds: list[float] = []
-    busy, spans, zero = 0.0, {}, 0.0
+    busy, spans = 0.0, {}
     for step in range(began, work.steps):
         inputs, targets = _data(work, data, step)
         dist.barrier(seat.group)
@@ -171,4 +171,4 @@ def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bo
         if kept is not None and ((step + 1) % every == 0 or step + 1 == work.steps):
             doing(f"checkpoint of step {step + 1}")
             kept.save(step + 1, pipeline, optimizer)
-    return Trained(seat.rank, losses, seconds, busy, {row: (s - zero, e - zero) for row, (s, e) in spans.items()})
+    return Trained(seat.rank, losses, seconds, busy, spans)

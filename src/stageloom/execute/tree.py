@@ -23,6 +23,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Any]:
         if isinstance(part, Tensor):
             tensors.append(part)
             return (TENSOR,)
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return ("named", [walk(each) for each in part], type(part))
         if isinstance(part, (tuple, list)):
             return (type(part).__name__ if type(part) in (tuple, list) else "tuple", [walk(each) for each in part])
         if isinstance(part, dict):
@@ -39,6 +41,8 @@ def unflatten(tensors: list[Tensor], structure: Any) -> Any:
     def build(part: Any) -> Any:
         if part[0] == TENSOR:
             return next(rest)
+        if part[0] == "named":
+            return part[2](*(build(each) for each in part[1]))
         if part[0] == "tuple":
             return tuple(build(each) for each in part[1])
         if part[0] == "list":
@@ -50,13 +54,34 @@ def unflatten(tensors: list[Tensor], structure: Any) -> Any:
     return build(structure)
 
 
+def leaves(structure: Any) -> list[Any]:
+    """The leaves of a structure that are no tensors."""
+    if structure[0] == TENSOR:
+        return []
+    if structure[0] == "value":
+        return [structure[1]]
+    parts = [each for _, each in structure[1]] if structure[0] == "dict" else structure[1]
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
 def cut(value: Any, parts: int, dim: int, what: str) -> list[Any]:
-    """The value in `parts` parts along `dim` of each of its tensors. Raises InputError where one is too short."""
+    """The value in `parts` equal parts along `dim` of each of its tensors. Raises InputError where that cannot be."""
     tensors, structure = flatten(value)
     for tensor in tensors:
-        if tensor.dim() <= dim or tensor.shape[dim] < parts:
+        # unequal parts would weigh alike in the loss, which then is not the mean over the whole
+        if tensor.dim() <= dim or tensor.shape[dim] < parts or tensor.shape[dim] % parts:
             raise InputError(
-                f"{what}: a tensor of shape {tuple(tensor.shape)} cannot be cut in {parts} parts along dimension {dim}"
+                f"{what}: a tensor of shape {tuple(tensor.shape)} cannot be cut in {parts} equal parts along "
+                f"dimension {dim}"
             )
     columns = [torch.tensor_split(tensor, parts, dim=dim) for tensor in tensors]
     return [unflatten([column[part] for column in columns], structure) for part in range(parts)]
+
+
+def join(parts: list[Any], dim: int) -> Any:
+    """The opposite of `cut`; tensors without that dimension make it a list of the parts."""
+    flat = [flatten(part) for part in parts]
+    if any(tensor.dim() <= dim for tensors, _ in flat for tensor in tensors):
+        return parts
+    columns = zip(*(tensors for tensors, _ in flat), strict=True)
+    return unflatten([torch.cat(column, dim=dim) for column in columns], flat[0][1])

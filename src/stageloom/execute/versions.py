@@ -20,7 +20,7 @@ from torch.func import functional_call
 class Versions:
     """The weights of one stage, by the number of updates they have seen."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, update_every: int) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, update_every: int) -> None:
         self.module = module
         self.optimizer = optimizer
         self.update_every = update_every
@@ -34,8 +34,9 @@ class Versions:
 
     def begin(self, uses: dict[int, int]) -> None:
         """A run starts: versions count from 0 again, and `uses[version]` micro-batches will run on each."""
-        self.weights = {0: self.weights[self.newest]}
         self.newest = 0
+        self.weights = {}
+        self._add()  # from the module, whose weights may have been loaded or changed since
         self.ended_since = 0
         self.in_flight = dict(uses)
         self.collected = {}
@@ -70,8 +71,10 @@ class Versions:
         for name, parameter in self.module.named_parameters():
             gradient = self.collected.get(name)
             parameter.grad = None if gradient is None else gradient / self.update_every
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:  # a stage without trained parameters has none
+            self.optimizer.step()
+        for parameter in self.module.parameters():
+            parameter.grad = None
         self.collected = {}
         self.ended_since = 0
         self.newest += 1

@@ -1,0 +1,188 @@
+"""The runtime beside PyTorch's, in one run: the same stages, data, order and processes.
+
+Small stages, so that what is measured is what the runtimes add: wall and CPU time a step, CPU time a computing op, and
+how many boundary tensors are alive at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stageloom as sl
+from benchmarks.report import Table
+from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.workers import Pool, Seat
+from stageloom.schedule import Schedule
+
+RANKS, WIDTH, ROWS = 4, 64, 8
+SHAPE = (ROWS, WIDTH)
+MOST_ALIVE = 0
+
+
+class Block(nn.Module):
+    """A small stage. In a counting run it looks, at every forward, how many boundary tensors are alive."""
+
+    def __init__(self, count: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.count:
+            _count()
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def _count() -> None:
+    """Tensors of a boundary's shape with storage of their own; parameters and whole mini-batches have other shapes."""
+    global MOST_ALIVE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alive = {
+            thing.untyped_storage().data_ptr()
+            for thing in gc.get_objects()
+            if type(thing) is Tensor and tuple(thing.shape) == SHAPE
+        }
+    MOST_ALIVE = max(MOST_ALIVE, len(alive))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank: seconds and CPU seconds of every step, computing ops a step, boundary tensors alive at most."""
+
+    wall: list[float]
+    cpu: list[float]
+    ops: int
+    alive: int
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def _data(microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (microbatches * ROWS, WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def ours(seat: Seat, schedule: Schedule, steps: int, count: bool) -> Measured:
+    """This rank's share of training steps by Stageloom's runtime."""
+    global MOST_ALIVE
+    MOST_ALIVE = 0
+    torch.manual_seed(seat.rank)
+    stages = {stage: Block(count) for stage in schedule.placement.stages_of[seat.rank][0]}
+    pipeline = Pipeline(schedule, stages, _loss, group=seat.group)
+    inputs, targets = _data(schedule.microbatches)
+    ops = int(schedule.offsets[seat.rank + 1] - schedule.offsets[seat.rank])
+    return _timed(lambda: pipeline.step(inputs, targets), steps, ops, pipeline.parameters())
+
+
+def theirs(seat: Seat, name: str, microbatches: int, steps: int, count: bool, ops: int) -> Measured:
+    """The same by PyTorch's runtime."""
+    from torch.distributed import pipelining
+
+    global MOST_ALIVE
+    MOST_ALIVE = 0
+    torch.manual_seed(seat.rank)
+    make = getattr(pipelining, name)
+    per_rank = 2 if name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble") else 1
+    numbers = [seat.rank + chunk * seat.size for chunk in range(per_rank)]
+    if name == "ScheduleZBVZeroBubble":
+        numbers = [seat.rank, 2 * seat.size - 1 - seat.rank]
+    modules = [Block(count) for _ in numbers]
+    total = per_rank * seat.size
+    stages = [
+        pipelining.PipelineStage(module, number, total, torch.device("cpu"), group=seat.group)
+        for module, number in zip(modules, numbers, strict=True)
+    ]
+    single = name in ("ScheduleGPipe", "Schedule1F1B")
+    schedule = make(stages[0] if single else stages, microbatches, loss_fn=_loss)
+    inputs, targets = _data(microbatches)
+    first, last = 0 in numbers, total - 1 in numbers
+
+    def step() -> None:
+        arguments = (inputs,) if first else ()
+        if last:
+            schedule.step(*arguments, target=targets, losses=[])
+        else:
+            schedule.step(*arguments)
+
+    return _timed(step, steps, ops, [p for module in modules for p in module.parameters()])
+
+
+def _timed(step: Any, steps: int, ops: int, parameters: list[nn.Parameter]) -> Measured:
+    for _ in range(2):
+        step()
+    wall: list[float] = []
+    cpu: list[float] = []
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = None
+        began, used = time.perf_counter(), time.process_time()
+        step()
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - used)
+    return Measured(wall, cpu, ops, MOST_ALIVE)
+
+
+CASES = (
+    ("gpipe", {"order": "in-order"}, "ScheduleGPipe"),
+    ("1f1b", {}, "Schedule1F1B"),
+    ("interleaved-1f1b", {}, "ScheduleInterleaved1F1B"),
+    ("interleaved-zb", {}, "ScheduleInterleavedZeroBubble"),
+    ("zb-v", {}, "ScheduleZBVZeroBubble"),
+)
+
+
+def tables(runs: int) -> Iterator[Table]:
+    """One table: each schedule at 8 and 32 micro-batches, Stageloom beside PyTorch."""
+    rows: list[tuple[str | int | float | None, ...]] = []
+    with Pool(RANKS, timeout=120) as pool:
+        for name, options, peer in CASES:
+            for microbatches in (8, 32):
+                schedule = sl.build(name, RANKS, microbatches, **options)
+                ops = int(schedule.offsets[1])
+                mine = pool.run(ours, schedule, runs, False)
+                other = pool.run(theirs, peer, microbatches, runs, False, ops)
+                alive = [max(r.alive for r in pool.run(ours, schedule, 1, True))]
+                alive.append(max(r.alive for r in pool.run(theirs, peer, microbatches, 1, True, ops)))
+                figures: list[tuple[float, float]] = []
+                for ranks in (mine, other):
+                    wall = min(max(rank.wall[step] for rank in ranks) for step in range(runs))
+                    cpu = statistics.median(sum(rank.cpu) / runs / rank.ops for rank in ranks)
+                    figures.append((wall, cpu))
+                (wall, cpu), (wall_there, cpu_there) = figures
+                rows.append(
+                    (
+                        name,
+                        microbatches,
+                        wall * 1e3,
+                        wall_there * 1e3,
+                        wall_there / wall,
+                        cpu * 1e6,
+                        cpu_there * 1e6,
+                        cpu_there / cpu,
+                        alive[0],
+                        alive[1],
+                    )
+                )
+    columns = ("schedule", "micro-batches", "ms a step", "PyTorch", "ratio", "CPU us an op", "PyTorch", "ratio",
+               "boundary tensors", "PyTorch")  # fmt: skip
+    yield Table(
+        f"One training step on {RANKS} Gloo processes, small stages",
+        "Wall time: the best step of the slowest rank. CPU time: median over ranks of the mean a computing op. "
+        "Boundary tensors: alive on a rank at most, seen from within forwards, in a run of its own.",
+        columns,
+        tuple(rows),
+    )

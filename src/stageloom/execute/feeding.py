@@ -1,0 +1,77 @@
+"""What a step is given: a mini-batch, cut in micro-batches and slices, each part at its place."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaks unknown types, and what a user nests has no static type)
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageloom.errors import InputError
+from stageloom.execute.stage import Feed
+from stageloom.execute.tasks import Place
+from stageloom.execute.tree import cut, flatten
+from stageloom.schedule import Schedule
+
+
+def along(schedule: Schedule) -> int:
+    """The dimension of a micro-batch along which slices are cut."""
+    return 1 if schedule.cut == "sequence" else 0
+
+
+def fill(
+    feed: Feed,
+    schedule: Schedule,
+    keys: Iterable[tuple[int, int]],
+    inputs: Any,
+    targets: Any,
+    kwargs: Mapping[str, Any] | None,
+) -> Feed:
+    """The feed with what the stages `keys`, (path, stage), need of inputs, targets and keyword arguments."""
+    for path, stage in keys:
+        mine = [m for m in range(schedule.microbatches) if schedule.path_of[m] == path]
+        if stage == 0:
+            if inputs is None:
+                raise InputError("inputs: this rank holds the first stage and needs them")
+            feed.inputs.update(_places(schedule, inputs, path, stage, mine, "inputs"))
+        if stage == schedule.stages - 1 and targets is not None:
+            feed.targets.update(_places(schedule, targets, path, stage, mine, "targets"))
+        if kwargs is not None:
+            feed.kwargs.update({Place(path, stage, m, s): dict(kwargs) for m in mine for s in range(schedule.slices)})
+    return feed
+
+
+def _places(schedule: Schedule, value: Any, path: int, stage: int, mine: list[int], what: str) -> dict[Place, Any]:
+    parts = value if isinstance(value, list) else cut(value, schedule.microbatches, 0, what)
+    if len(parts) != schedule.microbatches:
+        raise InputError(f"{what}: a list of {len(parts)} for {schedule.microbatches} micro-batches")
+    found: dict[Place, Any] = {}
+    for microbatch in mine:
+        whole = parts[microbatch]
+        slices = [whole] if schedule.slices == 1 else cut(whole, schedule.slices, along(schedule), what)
+        for number, part in enumerate(slices):
+            found[Place(path, stage, microbatch, number)] = part
+    return found
+
+
+def signature(feed: Feed, modules: Iterable[nn.Module]) -> Any:
+    """All that shapes between stages may depend on: shapes and structures given, autocast, training or not."""
+    given = [
+        (name, place, structure, [(tuple(t.shape), t.dtype) for t in tensors])
+        for name, values in (("inputs", feed.inputs), ("kwargs", feed.kwargs))
+        for place, value in values.items()
+        for tensors, structure in (flatten(value),)
+    ]
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return given, autocast, [module.training for module in modules]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two signatures are equal; what cannot be compared (an array among the values) is taken as changed."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
