@@ -219,7 +219,7 @@ class Crew:
         return places
 
 
-# -------------------------------------------------------------------- helpers
+# ------------------------------------------------------------ small functions
 
 
 def _open_store() -> tuple[dist.TCPStore, int]:

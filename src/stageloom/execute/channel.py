@@ -26,9 +26,13 @@ def spec_of(tensors: list[Tensor], structure: Any) -> Spec:
     return Spec(structure, tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors))
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def differentiable(spec: Spec) -> Spec:
     """What the gradient of such a message holds."""
-    kept = [at for at, dtype in enumerate(spec.dtypes) if dtype.is_floating_point or dtype.is_complex]
+    kept = [at for at, dtype in enumerate(spec.dtypes) if has_gradient(dtype)]
     return Spec(None, tuple(spec.shapes[at] for at in kept), tuple(spec.dtypes[at] for at in kept))
 
 

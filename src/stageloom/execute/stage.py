@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.chance import Random, seed_of
-from stageloom.execute.channel import Spec, spec_of
+from stageloom.execute.channel import Spec, differentiable, has_gradient, spec_of
 from stageloom.execute.split import (
     Mode,
     Report,
@@ -225,7 +225,7 @@ class StageRunner:
     def gradient_spec(self, place: Place) -> Spec | None:
         """The shapes of the gradient that this stage waits for; None before the forward has run."""
         flight = self.flights.get(place)
-        return None if flight is None else _differentiable(flight.spec)
+        return None if flight is None else differentiable(flight.spec)
 
     def backward(self, place: Place, gradients: list[Tensor] | None, *, whole: bool) -> list[Tensor]:
         """B, or BW where `whole`: gradients for the stage before, one for each floating-point input."""
@@ -239,7 +239,7 @@ class StageRunner:
             grads = [torch.ones((), dtype=flight.spec.dtypes[0], device=flight.saved.outputs[0].device)]
         else:
             rest = iter(gradients)
-            grads = [next(rest) if _has_gradient(dtype) else None for dtype in flight.spec.dtypes]
+            grads = [next(rest) if has_gradient(dtype) else None for dtype in flight.spec.dtypes]
         grads += self.carry_gradients.pop(place, [None] * (flight.outputs - values))
         with torch.autocast("cpu", enabled=False):  # a backward has the dtypes of its forward already
             inputs = (run_backward if whole else run_backward_input)(flight.saved, grads)
@@ -253,7 +253,7 @@ class StageRunner:
         return [
             torch.zeros(shape, dtype=dtype) if found is None else found
             for found, shape, dtype in wanted
-            if _has_gradient(dtype)
+            if has_gradient(dtype)
         ]
 
     def backward_weight(self, place: Place) -> None:
@@ -268,15 +268,6 @@ class StageRunner:
         flight = self.flights.pop(place)
         if self.versions is not None:
             self.versions.ended(flight.version)
-
-
-def _has_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _differentiable(spec: Spec) -> Spec:
-    kept = [at for at, dtype in enumerate(spec.dtypes) if _has_gradient(dtype)]
-    return Spec(None, tuple(spec.shapes[at] for at in kept), tuple(spec.dtypes[at] for at in kept))
 
 
 def _version(tensor: Tensor) -> int:
