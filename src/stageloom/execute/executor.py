@@ -50,7 +50,6 @@ class Run:
     losses: dict[Place, Tensor] = field(default_factory=dict[Place, Tensor])
     outputs: dict[Place, Any] = field(default_factory=dict[Place, Any])
     spans: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
-    waited: float = 0.0
     most_sends: int = 0
     most_values: int = 0
 
@@ -80,7 +79,6 @@ class Executor:
         self.check_finite = check_finite
         self.specs: dict[Place, Spec] = {}
         self.sent_specs: dict[Place, Spec] = {}
-        self.names: dict[int, str] = {}
         self.sender = Sender()
 
     def run(self, tasks: list[Task], *, announce: bool, backward: bool = True) -> Run:
@@ -98,13 +96,11 @@ class Executor:
         waiting = _receives(tasks)
         for at, task in enumerate(tasks):
             if self.on_task is not None:
-                self.on_task(self._name(task))
+                self.on_task(task.name)
             if not announce:
                 self._post_ahead(tasks, waiting, posted)
             if task.code is Code.RECV:
-                began = time.perf_counter()
                 spec, tensors = self._receive(at, task, posted, waiting, announce=announce, keep=backward)
-                run.waited += time.perf_counter() - began
                 sender.reap(task.reaps)
                 arrived[task.forward, task.place] = tensors
                 if task.forward:
@@ -130,12 +126,6 @@ class Executor:
         sender.finish()
         run.most_sends = sender.most
         return run
-
-    def _name(self, task: Task) -> str:
-        found = self.names.get(id(task))
-        if found is None:
-            found = self.names[id(task)] = str(task)
-        return found
 
     def _compute(
         self,

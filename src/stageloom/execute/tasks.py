@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,9 @@ class Task:
     version: int = 0
     reaps: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
+    @cached_property
+    def name(self) -> str:
+        """The task in words, for messages; made once, as it is told before every run of the task."""
         cut = f".{self.place.slice}" if self.place.slice else ""
         where = f"{self.place.microbatch}{cut}@{self.place.stage}"
         if self.code is Code.REDUCE:
@@ -54,6 +57,9 @@ class Task:
             verb = "send" if self.code is Code.SEND else "receive"
             return f"{verb} {what} for {where} {'to' if self.code is Code.SEND else 'from'} rank {self.peer}"
         return f"{KIND_NAMES[self.code]}{where}"
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def tasks_of(program: Program, rank: int) -> list[Task]:
