@@ -99,9 +99,7 @@ def draw(number: int) -> Case:
         told = f"StageloomError: {sent}: stage {stage} gives a tensor of {what}"
         if kind != "dtype":
             told += f", expected {shape} as "
-        # (found by the stage itself, where it remembers what it announced)
-        own = f"InputError: stage {stage} returned other shapes or values"
-        return Case(schedule, fault, rank, (str(sent), fault.task), (told, own))
+        return Case(schedule, fault, rank, (str(sent),), (told,))
     if kind == "nan":
         rank, task = pick(lambda task: task.code is Code.F)
         what = "loss" if task.place.stage == last else "activations"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,17 @@ def differentiable(spec: Spec) -> Spec:
     return Spec(None, tuple(spec.shapes[at] for at in kept), tuple(spec.dtypes[at] for at in kept))
 
 
+def fits(tensors: list[Tensor], structure: Any, spec: Spec) -> bool:
+    """Is a message as expected? Quick, and False where structures do not compare; `difference` knows better then."""
+    for tensor, shape, dtype in zip(tensors, spec.shapes, spec.dtypes, strict=False):
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            return False
+    try:
+        return len(tensors) == len(spec.dtypes) and bool(structure == spec.structure)
+    except Exception:  # leaves such as arrays, which do not compare to one truth
+        return False
+
+
 def difference(found: Spec, expected: Spec) -> tuple[str, str] | None:
     """The first thing in which a message is not as expected, and what was expected; None if there is none."""
     if len(found.shapes) != len(expected.shapes):
@@ -62,8 +73,7 @@ def _same(one: Any, other: Any) -> bool:
     return pickle.dumps(one) == pickle.dumps(other)
 
 
-@dataclass
-class Posted:
+class Posted(NamedTuple):
     """A receive under way: what it waits for and where it goes."""
 
     works: list[Any]
@@ -73,6 +83,8 @@ class Posted:
     def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
+        if torch.bool not in self.spec.dtypes:
+            return self.buffers
         # a bool travels as bytes
         return [buffer.view(dtype) for buffer, dtype in zip(self.buffers, self.spec.dtypes, strict=True)]
 
@@ -92,7 +104,8 @@ class Sender:
         if announce is not None:
             packed = torch.frombuffer(bytearray(pickle.dumps(announce)), dtype=torch.uint8)
             leaving = [torch.tensor([len(packed)]), packed, *leaving]
-        self.under_way[row] = [(dist.isend(tensor, group=group, group_dst=rank), tensor) for tensor in leaving]
+        # the group's own send and receive: dist.isend and irecv look the group up again for every tensor
+        self.under_way[row] = [(group.send([tensor], rank, 0), tensor) for tensor in leaving]
         self.most = max(self.most, len(self.under_way))
 
     def reap(self, rows: tuple[int, ...]) -> None:
@@ -109,9 +122,9 @@ class Sender:
 def receive_spec(rank: int, group: dist.ProcessGroup) -> Spec:
     """The spec that a sender announces before its message."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, group=group, group_src=rank)
+    group.recv([size], rank, 0).wait()
     packed = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(packed, group=group, group_src=rank)
+    group.recv([packed], rank, 0).wait()
     return pickle.loads(packed.numpy().tobytes())
 
 
@@ -121,10 +134,10 @@ def post(spec: Spec, rank: int, group: dist.ProcessGroup, device: torch.device) 
         torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=device)
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     ]
-    works = [dist.irecv(buffer, group=group, group_src=rank) for buffer in buffers]
-    return Posted(works, buffers, spec)
+    return Posted([group.recv([buffer], rank, 0) for buffer in buffers], buffers, spec)
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().contiguous()
+    if tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

@@ -62,6 +62,7 @@ def emulate(seat: Seat, schedule: Schedule, costs: Costs, unit_seconds: float) -
     runners = cast("dict[tuple[int, int], StageRunner]", stages)
     executor = Executor(runners, Net(seat.group, rank=seat.rank), _reduce, on_task=doing)
     executor.specs = {task.place: STAMP for task in tasks if task.code is Code.RECV and task.forward}
+    executor.sent_specs = {task.place: STAMP for task in tasks if task.code is Code.SEND and task.forward}
     executor.run(tasks, announce=False)
     hand.taken, hand.delay, hand.spans = taken, delay, {}
     doing("waiting for the other ranks to start")
@@ -135,16 +136,13 @@ class TimedStage:
         self.last = stage == stages - 1
         self.feed = Feed()
 
-    def forward(self, place: Place, value: tuple[list[Tensor], None] | None, *, version: int, backward: bool) -> Result:
+    def forward(
+        self, place: Place, value: tuple[list[Tensor], None] | None, *, version: int, backward: bool, whole: bool
+    ) -> Result:
         """Wait for as long as a forward takes."""
-        del version, backward
+        del version, backward, whole
         result = self.hand.do(Code.F, place, None if value is None else value[0][0])
         return Result([] if self.last else [result], None)
-
-    def gradient_spec(self, place: Place) -> Spec:
-        """A gradient is a clock as well."""
-        del place
-        return STAMP
 
     def backward(self, place: Place, gradients: list[Tensor] | None, *, whole: bool) -> list[Tensor]:
         """Wait for as long as B takes, or BW where `whole`."""

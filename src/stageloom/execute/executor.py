@@ -20,7 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageloom.errors import StageloomError
-from stageloom.execute.channel import Posted, Sender, Spec, difference, differentiable, post, receive_spec, spec_of
+from stageloom.execute.channel import (
+    Posted,
+    Sender,
+    Spec,
+    difference,
+    differentiable,
+    fits,
+    post,
+    receive_spec,
+    spec_of,
+)
 from stageloom.execute.stage import StageRunner
 from stageloom.execute.tasks import Place, Task
 from stageloom.lower import Code
@@ -79,6 +89,7 @@ class Executor:
         self.check_finite = check_finite
         self.specs: dict[Place, Spec] = {}
         self.sent_specs: dict[Place, Spec] = {}
+        self.gradient_specs: dict[tuple[bool, Place], Spec] = {}
         self.sender = Sender()
 
     def run(self, tasks: list[Task], *, announce: bool, backward: bool = True) -> Run:
@@ -90,41 +101,37 @@ class Executor:
         arrived: dict[tuple[bool, Place], list[Tensor]] = {}
         structures: dict[Place, Any] = {}
         leaving: dict[tuple[bool, Place], list[Tensor]] = {}
-        posted: dict[int, Posted] = {}
-        sender = self.sender
-        sender.most = 0
-        waiting = _receives(tasks)
-        for at, task in enumerate(tasks):
-            if self.on_task is not None:
-                self.on_task(task.name)
-            if not announce:
-                self._post_ahead(tasks, waiting, posted)
+        sender, on_task = self.sender, self.on_task
+        sender.most = most_values = 0
+        if announce:
+            self.gradient_specs = {}
+        posts = None if announce else _Posts(tasks, self.window, self._post)
+        for task in tasks:
+            if on_task is not None:
+                on_task(task.name)
             if task.code is Code.RECV:
-                spec, tensors = self._receive(at, task, posted, waiting, announce=announce, keep=backward)
+                if posts is not None:
+                    posted = posts.take(task.peer)
+                else:
+                    posted = self._announced(task, keep=backward) if task.forward and announce else self._post(task)
+                arrived[task.forward, task.place] = posted.wait()
+                if posts is not None:
+                    posts.ahead(task.peer)
                 sender.reap(task.reaps)
-                arrived[task.forward, task.place] = tensors
                 if task.forward:
-                    structures[task.place] = spec.structure
+                    structures[task.place] = posted.spec.structure
             elif task.code is Code.SEND:
-                tensors = leaving.pop((task.forward, task.place))
-                spec = spec_of(tensors, structures.pop(task.place, None))
-                told = task.forward and announce
-                if told and backward:
-                    self.sent_specs[task.place] = spec
-                elif not told:
-                    self._check_sent(task, spec)
-                sender.send(
-                    task.row, tensors, task.peer, self.net.edge(self.net.rank, task.peer), spec if told else None
-                )
+                self._send(task, leaving.pop((task.forward, task.place)), structures, announce=announce, keep=backward)
+                most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
             elif task.code is Code.REDUCE:
                 self.reduce(task)
             else:
                 began = time.perf_counter()
                 self._compute(task, run, arrived, structures, leaving, backward=backward)
                 run.spans[task.row] = began, time.perf_counter()
-            run.most_values = max(run.most_values, len(arrived) + len(leaving) + len(sender.under_way))
+                most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
         sender.finish()
-        run.most_sends = sender.most
+        run.most_sends, run.most_values = sender.most, most_values
         return run
 
     def _compute(
@@ -140,7 +147,7 @@ class Executor:
         stage, place = self.stages[task.place.path, task.place.stage], task.place
         if task.code is Code.F:
             value = None if stage.first else (arrived.pop((True, place)), structures.pop(place))
-            result = stage.forward(place, value, version=task.version, backward=backward)
+            result = stage.forward(place, value, version=task.version, backward=backward, whole=task.whole)
             if self.check_finite:
                 self._check_finite(task, "loss", [] if result.loss is None else [result.loss])
                 self._check_finite(task, "activations", result.tensors)
@@ -150,9 +157,8 @@ class Executor:
                 if result.output is not None:
                     run.outputs[place] = result.output
                 return
-            target = place.beside(1)
-            structures[target] = result.structure
-            (arrived if task.local else leaving)[True, target] = result.tensors
+            structures[task.target] = result.structure
+            (arrived if task.local else leaving)[True, task.target] = result.tensors
             return
         if task.code is Code.W:
             stage.backward_weight(place)
@@ -162,23 +168,9 @@ class Executor:
         found = stage.backward(place, gradients, whole=task.code is Code.BW)
         self._check_gradients(task, stage, found)
         if not stage.first:
-            (arrived if task.local else leaving)[False, place.beside(-1)] = found
+            (arrived if task.local else leaving)[False, task.target] = found
 
     # -------------------------------------------------------------------------------------------------- checking
-
-    def _check_sent(self, task: Task, spec: Spec) -> None:
-        """The receiver has made its buffers already: what does not fit them would end up as garbage, or nowhere."""
-        if task.forward:
-            expected = self.sent_specs.get(task.place)
-            known = "as in the step that announced it"
-        else:
-            expected = self.specs.get(task.place.beside(1))
-            expected = None if expected is None else differentiable(expected)
-            known = "as the activations it belongs to"
-        found = None if expected is None else difference(spec, expected)
-        if found is not None:
-            stage = task.place.stage + (-1 if task.forward else 1)
-            raise StageloomError(f"{task}: stage {stage} gives {found[0]}, expected {found[1]} {known}")
 
     def _check_finite(self, task: Task, what: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -193,52 +185,73 @@ class Executor:
         own = (p.grad for p in stage.parameters) if stage.versions is None else stage.versions.collected.values()
         self._check_finite(task, "gradients of weights", (gradient for gradient in own if gradient is not None))
 
-    # ------------------------------------------------------------------------------------------------- receiving
+    # --------------------------------------------------------------------------------------------------- messages
 
-    def _post_ahead(self, tasks: list[Task], waiting: dict[int, deque[int]], posted: dict[int, Posted]) -> None:
-        for source, queue in waiting.items():
-            under_way = sum(1 for at in posted if tasks[at].peer == source)
-            while queue and under_way < self.window:
-                spec = self._expected(tasks[queue[0]])
-                if spec is None:
-                    break
-                at = queue.popleft()
-                posted[at] = post(spec, source, self.net.edge(source, self.net.rank), self.net.device)
-                under_way += 1
+    def _send(
+        self, task: Task, tensors: list[Tensor], structures: dict[Place, Any], *, announce: bool, keep: bool
+    ) -> None:
+        """Start to send what an op left.
 
-    def _expected(self, task: Task) -> Spec | None:
-        """What the message of a receive will hold, if that is known by now."""
+        Where the receiver has made its buffers already, what does not fit them would end up as garbage, or nowhere.
+        """
+        structure = structures.pop(task.place, None)
+        told = None
+        if task.forward and announce:
+            told = spec_of(tensors, structure)
+            if keep:
+                self.sent_specs[task.place] = told
+        else:
+            expected = self._expected(task, self.sent_specs, self.specs)
+            found = None if fits(tensors, structure, expected) else difference(spec_of(tensors, structure), expected)
+            if found is not None:
+                stage = task.place.stage + (-1 if task.forward else 1)
+                known = "as in the step that announced it" if task.forward else "as the activations it belongs to"
+                remedy = " (for stages whose outputs change: Pipeline(..., dynamic=True))" if task.forward else ""
+                raise StageloomError(f"{task}: stage {stage} gives {found[0]}, expected {found[1]} {known}{remedy}")
+        self.sender.send(task.row, tensors, task.peer, self.net.edge(self.net.rank, task.peer), told)
+
+    def _expected(self, task: Task, forward: Mapping[Place, Spec], backward: Mapping[Place, Spec]) -> Spec:
+        """What a message holds: what was announced of it, or for a gradient, of the activations that it is for."""
         if task.forward:
-            return self.specs.get(task.place)
-        # a gradient has the shapes of the output it is for, which are known once its forward has run
-        return self.stages[task.place.path, task.place.stage].gradient_spec(task.place)
+            return forward[task.place]
+        key = task.code is Code.SEND, task.place
+        if key not in self.gradient_specs:
+            self.gradient_specs[key] = differentiable(backward[task.place.beside(1)])
+        return self.gradient_specs[key]
 
-    def _receive(
-        self,
-        at: int,
-        task: Task,
-        posted: dict[int, Posted],
-        waiting: dict[int, deque[int]],
-        *,
-        announce: bool,
-        keep: bool,
-    ) -> tuple[Spec, list[Tensor]]:
-        found = posted.pop(at, None)
-        if found is None:
-            waiting[task.peer].popleft()
-            group = self.net.edge(task.peer, self.net.rank)
-            spec = receive_spec(task.peer, group) if task.forward and announce else self._expected(task)
-            if spec is not None and task.forward and keep:
-                self.specs[task.place] = spec
-            assert spec is not None, f"{task}: its shapes are not known"
-            found = post(spec, task.peer, group, self.net.device)
-        return found.spec, found.wait()
+    def _post(self, task: Task) -> Posted:
+        spec = self._expected(task, self.specs, self.sent_specs)
+        return post(spec, task.peer, self.net.edge(task.peer, self.net.rank), self.net.device)
+
+    def _announced(self, task: Task, *, keep: bool) -> Posted:
+        """A receive whose sender tells first what it sends."""
+        group = self.net.edge(task.peer, self.net.rank)
+        spec = receive_spec(task.peer, group)
+        if keep:
+            self.specs[task.place] = spec
+        return post(spec, task.peer, group, self.net.device)
 
 
-def _receives(tasks: list[Task]) -> dict[int, deque[int]]:
-    """For each peer, where in the list its messages are received, in order."""
-    waiting: dict[int, deque[int]] = {}
-    for at, task in enumerate(tasks):
-        if task.code is Code.RECV:
-            waiting.setdefault(task.peer, deque()).append(at)
-    return waiting
+class _Posts:
+    """Receives posted ahead: of every sender the next few, in the order sent."""
+
+    def __init__(self, tasks: list[Task], window: int, make: Callable[[Task], Posted]) -> None:
+        self.make = make
+        self.waiting: dict[int, deque[Task]] = {}
+        for task in tasks:
+            if task.code is Code.RECV:
+                self.waiting.setdefault(task.peer, deque()).append(task)
+        self.posted: dict[int, deque[Posted]] = {peer: deque() for peer in self.waiting}
+        for peer in self.waiting:
+            for _ in range(window):
+                self.ahead(peer)
+
+    def ahead(self, peer: int) -> None:
+        """Post one more receive from a sender."""
+        waiting = self.waiting[peer]
+        if waiting:
+            self.posted[peer].append(self.make(waiting.popleft()))
+
+    def take(self, peer: int) -> Posted:
+        """The receive that was posted first."""
+        return self.posted[peer].popleft()

@@ -36,7 +36,7 @@ _hooks: Callable[[bool], Any] = getattr(
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Call:
     rule: Rule
     weight: Tensor

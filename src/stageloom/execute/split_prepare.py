@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stageloom.errors import InputError
 from stageloom.execute.split_experts import Experts
 from stageloom.execute.split_layers import call
+from stageloom.execute.split_queue import Layers
 from stageloom.execute.split_rules import (
     ConvRule,
     EmbeddingRule,
@@ -43,6 +44,7 @@ class Report:
     reason: str
     deferred: dict[str, int]
     at_once: tuple[str, ...]
+    layers: Layers = field(default_factory=Layers, repr=False, compare=False)
 
 
 def prepare(module: nn.Module, mode: Mode | Literal["auto"] = "auto") -> Report:
@@ -65,11 +67,12 @@ def prepare(module: nn.Module, mode: Mode | Literal["auto"] = "auto") -> Report:
     deferred, at_once = _sort(module)
     if not deferred:
         return Report("fused", f"no weight gradient can be deferred: {_why(module)}", {}, names)
+    layers = Layers()
     for layer in deferred:
         # A partial, unlike a closure, is copied and pickled along with its module.
-        layer.forward = partial(_forward, layer)
+        layer.forward = partial(_forward, layer, layers)
     reason = "all weight gradients are deferred" if not at_once else f"B computes {len(at_once)} parameters' at once"
-    return Report("deferred", reason, dict(Counter(type(layer).__name__ for layer in deferred)), tuple(at_once))
+    return Report("deferred", reason, dict(Counter(type(layer).__name__ for layer in deferred)), tuple(at_once), layers)
 
 
 def restore(module: nn.Module) -> None:
@@ -141,11 +144,13 @@ def _is_plain(parameter: Any) -> TypeGuard[nn.Parameter]:
 # ------------------------------------------------------------------------------------------------ replaced forwards
 
 
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: nn.Module, layers: Layers, *args: Any, **kwargs: Any) -> Any:
+    plain: Any = type(layer).forward
+    if layers.plain:
+        return plain(layer, *args, **kwargs)
     names = ("x", "sizes") if isinstance(layer, Experts) else ("input",)
     given = args + tuple(kwargs[name] for name in names[len(args) :] if name in kwargs)
     fits = len(given) == len(names) == len(args) + len(kwargs)
-    plain: Any = type(layer).forward
     found = _RULES[type(layer)](layer, *given) if fits and _can_defer_now(layer, given[0]) else None
     if found is None:
         return plain(layer, *args, **kwargs)

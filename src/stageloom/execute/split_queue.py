@@ -12,15 +12,16 @@ each parameter once, through autograd, so that hooks fire once and see the whole
 # (torch leaks unknown types, and its Function is untyped)
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from stageloom.errors import StageloomError
 
@@ -74,13 +75,47 @@ class Queue:
         entries, self.entries = self.entries, []
         if not entries:
             return
-        with torch.enable_grad():
-            # Autograd runs the youngest node first: made in reverse, the entries run in the order of the queue.
-            roots = [_Emit.apply(entry, *entry.parameters) for entry in reversed(entries)]
-        del entries
-        roots = [root for root in roots if root.requires_grad]  # without those of parameters frozen since
-        zeros = [torch.zeros_like(root) for root in roots]
-        torch.autograd.backward(roots, zeros)
+        uses = Counter(id(parameter) for entry in entries for parameter in entry.parameters)
+        ready = _Ready()
+        sums: dict[int, Tensor] = {}
+        entries.reverse()
+        while entries:
+            entry = entries.pop()  # what the entry holds is free as soon as it has run
+            for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
+                key = id(parameter)
+                uses[key] -= 1
+                if key in sums:
+                    gradient = sums.pop(key) + gradient
+                if uses[key]:  # tied: hooks see the whole gradient
+                    sums[key] = gradient
+                elif parameter.requires_grad:  # it may have been frozen since
+                    ready.add(parameter, gradient)
+        ready.accumulate()
+
+
+class _Ready:
+    """Whole gradients on their way to their parameters. Small ones go together, which takes autograd less time; large
+    ones do not wait, so that they do not add up."""
+
+    MOST: Final = 1 << 20  # bytes
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self.bytes = 0
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        self.parameters.append(parameter)
+        self.gradients.append(gradient)
+        self.bytes += gradient.nbytes
+        if self.bytes > self.MOST:
+            self.accumulate()
+
+    def accumulate(self) -> None:
+        """Through autograd, so that hooks fire, those of data parallel wrappers too."""
+        if self.parameters:
+            walk(self.parameters, self.gradients)
+        self.parameters, self.gradients, self.bytes = [], [], 0
 
 
 def queued_bytes(queue: Queue) -> int:
@@ -92,45 +127,81 @@ def queued_bytes(queue: Queue) -> int:
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-class _Emit(torch.autograd.Function):
-    """A node whose backward is an entry of the queue: autograd sums over tied uses, accumulates and calls the hooks."""
+_engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
-    @staticmethod
-    def forward(ctx: Any, entry: Entry, *parameters: Tensor) -> Tensor:
-        ctx.entry = entry
-        return parameters[0].new_empty(0)
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        entry: Entry = ctx.entry
-        ctx.entry = None  # what the entry holds is free as soon as it has run
-        return None, *entry.gradients()
+def walk(roots: Sequence[Tensor] | Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """torch.autograd.backward, which for small stages spends a third of its time on looking at its arguments.
+
+    Callers give gradients of the roots' shapes. On other devices than the CPU torch's own also hands its context to
+    their threads.
+    """
+    if _engine is None or any(gradient.device.type != "cpu" for gradient in gradients):
+        torch.autograd.backward(roots, gradients)
+    else:
+        _engine.run_backward(
+            tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 # ------------------------------------------------------------------------------------------------- the forward's side
 
 
 @dataclass
-class Recording:
-    """A deferred forward in progress. Gates are kept here and not in the queue, which the graph refers to: a cycle
-    through the graph is one that Python cannot collect."""
+class Layers:
+    """What the prepared layers of one stage share.
 
-    queue: Queue
-    gates: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    dummy: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    `plain`: they compute as torch defines them, for a forward whose backward is one BW. It is no context variable, as
+    autograd recomputes checkpointed forwards in threads of its own. `gated`: the parameters that the last deferred
+    forward read.
+    """
+
+    plain: bool = False
+    gated: list[Tensor] = field(default_factory=list[Tensor])
+
+
+class Recording:
+    """A deferred forward in progress: within the block, layers that are called belong to `queue`.
+
+    Gates are kept here and not in the queue, which the graph refers to: a cycle through the graph is one that Python
+    cannot collect.
+    """
+
+    def __init__(self, queue: Queue, layers: Layers | None = None) -> None:
+        self.queue = queue
+        self.layers = layers
+        self.gates: dict[int, Tensor] = {}
+        self.read: list[Tensor] = []
+        self.token: Token[Recording | None] | None = None
+
+    def __enter__(self) -> None:
+        if self.layers is not None:  # one node for all that will be read, as far as that is known
+            self._open([parameter for parameter in self.layers.gated if parameter.requires_grad])
+        self.token = _recording.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        assert self.token is not None
+        _recording.reset(self.token)
+        if self.layers is not None:
+            self.layers.gated = self.read
+
+    def gate(self, parameter: Tensor) -> Tensor:
+        """A parameter behind its gate."""
+        key = id(parameter)
+        if key not in self.queue.parameters:
+            self.queue.parameters[key] = parameter
+            self.read.append(parameter)
+            if key not in self.gates:
+                self._open([parameter])
+        return self.gates[key]
+
+    def _open(self, parameters: list[Tensor]) -> None:
+        if parameters:
+            opened = _Gate.apply(torch.zeros((), requires_grad=True), (parameters, self.queue))
+            self.gates.update(zip(map(id, parameters), opened, strict=True))
 
 
 _recording: ContextVar[Recording | None] = ContextVar("stageloom_split", default=None)
-
-
-@contextmanager
-def recording(queue: Queue | None) -> Generator[None]:
-    """Layers called within the block belong to this queue; to none where it is None."""
-    token = _recording.set(None if queue is None else Recording(queue))
-    try:
-        yield
-    finally:
-        _recording.reset(token)
 
 
 def current() -> Queue | None:
@@ -144,46 +215,48 @@ def gate(parameter: Tensor | None) -> Tensor | None:
     found = _recording.get()
     if found is None or parameter is None or not parameter.requires_grad:
         return parameter
-    key = id(parameter)
-    if key not in found.gates:
-        found.queue.parameters[key] = parameter
-        found.gates[key] = _Gate.apply(found.dummy, (parameter, found.queue))
-    return found.gates[key]
+    return found.gate(parameter)
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dummy: Tensor, behind: tuple[Tensor, Queue]) -> Tensor:
-        # The parameter comes in a tuple: as an argument of its own it would be linked to the graph.
+    def forward(ctx: Any, dummy: Tensor, behind: tuple[list[Tensor], Queue]) -> tuple[Tensor, ...]:
+        # The parameters come in a tuple: as arguments of their own they would be linked to the graph.
         ctx.set_materialize_grads(False)
         ctx.behind = behind
-        return behind[0].detach()
+        return tuple(parameter.detach() for parameter in behind[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        parameter, queue = ctx.behind
-        gradient = grads[0]
-        if gradient is not None and queue.accepts(parameter):
-            # In a B only a second derivative taken within the forward comes this way.
-            queue.add(Entry((parameter,), (gradient.detach().clone(),), lambda tensors: tensors))
-        elif gradient is not None:
-            torch.autograd.backward((parameter,), (gradient,))
+        parameters, queue = ctx.behind
+        ready = _Ready()
+        for parameter, gradient in zip(parameters, grads, strict=True):
+            if gradient is not None and queue.accepts(parameter):
+                # In a B only a second derivative taken within the forward comes this way.
+                queue.add(Entry((parameter,), (gradient.detach().clone(),), lambda tensors: tensors))
+            elif gradient is not None:
+                ready.add(parameter, gradient)
+        ready.accumulate()
         return None, None
 
 
 # ---------------------------------------------------------------- parameters used both by deferred layers and otherwise
 
 
-@contextmanager
-def whole_gradients(queue: Queue, nodes: Sequence[Any]) -> Generator[None]:
-    """Keep hooks whole during a backward over the graph that ends in `nodes`.
+def whole_gradients(queue: Queue, nodes: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+    """Keep hooks whole during a backward over the graph that ends in `nodes()`.
 
     A parameter that a deferred layer and some other operation use (`F.linear(x, layer.weight)`) gets one part of its
     gradient in the backward and the other from the queue. If it has hooks, they would fire twice, with half a gradient
     each. So its first part is caught here, hooks off, and queued.
     """
     hooked = {key for key, parameter in queue.parameters.items() if _hooks(parameter) != (None, None)}
-    both = _reached(nodes, hooked) if hooked else []
+    both = _reached(nodes(), hooked) if hooked else []
+    return _caught(queue, both) if both else nullcontext()
+
+
+@contextmanager
+def _caught(queue: Queue, both: list[Tensor]) -> Generator[None]:
     before = [(parameter, parameter.grad, *_hooks(parameter)) for parameter in both]
     for parameter in both:
         parameter.grad = None

@@ -42,15 +42,17 @@ class LinearRule:
     keeps: ClassVar[bool] = False
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Gradients]:
-        return F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype)), ()
+        if w.dtype is not x.dtype:
+            w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
+        return F.linear(x, w, b), ()
 
     def input_gradient(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients) -> Tensor:
-        return g.matmul(w.to(g.dtype))
+        return g.matmul(w if w.dtype is g.dtype else w.to(g.dtype))
 
     def weight_gradients(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients, bias: bool) -> Gradients:
         rows = g.reshape(-1, g.shape[-1])
-        dw = rows.t().mm(x.reshape(-1, x.shape[-1])).to(w.dtype)
-        return (dw, rows.sum(0).to(w.dtype)) if bias else (dw,)
+        found = rows.t().mm(x.reshape(-1, x.shape[-1])), *((rows.sum(0),) if bias else ())
+        return found if g.dtype is w.dtype else tuple(t.to(w.dtype) for t in found)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,10 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stageloom.errors import InputError, StageloomError
 from stageloom.execute.split_prepare import Mode
-from stageloom.execute.split_queue import Queue, queued_bytes, recording, whole_gradients
+from stageloom.execute.split_queue import Layers, Queue, Recording, queued_bytes, walk, whole_gradients
+
+_MODES = frozenset(get_args(Mode))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Output:
     """What the backward has to know of an output: where it stands in the graph, but not its values."""
 
@@ -28,7 +30,7 @@ class _Output:
     device: torch.device
 
 
-@dataclass
+@dataclass(slots=True)
 class Saved:
     """What the forward of one micro-batch leaves for its backward. Used once; freed step by step."""
 
@@ -36,14 +38,14 @@ class Saved:
     inputs: list[Tensor | None]  # leaves that get a gradient
     outputs: list[_Output]
     parameters: Sequence[Tensor]
-    queue: Queue = field(default_factory=Queue)
+    queue: Queue | None = None  # of mode "deferred"
     roots: tuple[list[Any], list[Tensor]] = ([], [])  # what W of mode "graph" walks again
     done: Literal["F", "B", "BW", "W"] = "F"
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait for W after a B in mode "deferred": inputs and output gradients of the deferred layers."""
-        return queued_bytes(self.queue)
+        return 0 if self.queue is None else queued_bytes(self.queue)
 
 
 def run_forward(
@@ -53,31 +55,47 @@ def run_forward(
     parameters: Sequence[Tensor],
     *,
     wanted: Sequence[bool] | None = None,
+    layers: Layers | None = None,
 ) -> tuple[list[Tensor], Saved]:
     """Run a stage forward: `fn` is the stage, with the loss on the last one. Returns detached outputs and the rest.
 
     The inputs enter as leaves of their own; every floating-point (or complex) one will get a gradient, or only those
     `wanted`. `parameters` are the stage's: mode "graph" accumulates into these alone, others into all that fn used.
+    `layers` is what `prepare` reported of them, and makes mode "deferred" quicker.
     Raises InputError for another mode, and if fn does not return a list of tensors.
     """
-    if mode not in get_args(Mode):
+    if mode not in _MODES:
         raise InputError(f"split mode {mode!r} is unknown; expected 'deferred', 'graph' or 'fused' (see prepare)")
     if wanted is not None and len(wanted) != len(inputs):
         raise InputError(f"{len(wanted)} values of wanted for {len(inputs)} inputs; expected one for each")
-    queue = Queue()
-    leaves = [x.detach() for x in inputs]
-    for at, leaf in enumerate(leaves):
-        differentiable = leaf.is_floating_point() or leaf.is_complex()
-        leaf.requires_grad_(differentiable and (wanted is None or wanted[at]))
-    with torch.enable_grad(), recording(queue if mode == "deferred" else None):
-        results: Any = fn([_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves])
-        if not isinstance(results, (list, tuple)) or not all(isinstance(y, Tensor) for y in results):
+    queue = Queue() if mode == "deferred" else None
+    kept: list[Tensor | None] = []
+    given: list[Tensor] = []
+    for at, x in enumerate(inputs):
+        leaf = x.detach()
+        if (leaf.is_floating_point() or leaf.is_complex()) and (wanted is None or wanted[at]):
+            kept.append(leaf.requires_grad_(True))
+            given.append(_Enter.apply(leaf))
+        else:
+            kept.append(None)
+            given.append(leaf)
+    results: Any
+    if queue is None:
+        with torch.enable_grad():
+            results = fn(given)
+    else:
+        with torch.enable_grad(), Recording(queue, layers):
+            results = fn(given)
+    outputs: list[_Output] = []
+    left: list[Tensor] = []
+    if not isinstance(results, (list, tuple)):
+        raise InputError(f"a stage returned {_described(results)}; expected a list of tensors")
+    for y in results:
+        if not isinstance(y, Tensor):
             raise InputError(f"a stage returned {_described(results)}; expected a list of tensors")
-        outputs = [
-            _Output(get_gradient_edge(y) if y.requires_grad else None, y.shape, y.dtype, y.device) for y in results
-        ]
-    kept = [leaf if leaf.requires_grad else None for leaf in leaves]
-    return [y.detach() for y in results], Saved(mode, kept, outputs, parameters, queue)
+        outputs.append(_Output(get_gradient_edge(y) if y.requires_grad else None, y.shape, y.dtype, y.device))
+        left.append(y.detach())
+    return left, Saved(mode, kept, outputs, parameters, queue)
 
 
 def run_backward(saved: Saved, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -89,15 +107,20 @@ def run_backward(saved: Saved, grads: Sequence[Tensor | None]) -> list[Tensor | 
     """
     _step(saved, "F", "BW")
     edges, given = _roots(saved, grads)
+    queue = saved.queue
     try:
         if not edges:
             return _take_gradients(saved)
-        with whole_gradients(saved.queue, [edge.node for edge in edges]):
-            torch.autograd.backward(edges, given)
-        saved.queue.run()
+        if queue is None:
+            walk(edges, given)
+        else:
+            with whole_gradients(queue, lambda: [edge.node for edge in edges]):
+                walk(edges, given)
+            queue.run()
         return _take_gradients(saved)
     finally:
-        saved.queue.clear()
+        if queue is not None:
+            queue.clear()
         _free(saved)
 
 
@@ -109,22 +132,23 @@ def run_backward_input(saved: Saved, grads: Sequence[Tensor | None]) -> list[Ten
         return found
     _step(saved, "F", "B")
     edges, given = _roots(saved, grads)
-    if saved.mode == "graph":
+    queue = saved.queue
+    if queue is None:  # mode "graph"
         found = _differentiate(saved, edges, given)
         saved.roots = list(edges), given
         _free(saved)
         return found
     try:
         if edges:
-            saved.queue.deferring = True
-            with whole_gradients(saved.queue, [edge.node for edge in edges]):
-                torch.autograd.backward(edges, given)
+            queue.deferring = True
+            with whole_gradients(queue, lambda: [edge.node for edge in edges]):
+                walk(edges, given)
         return _take_gradients(saved)
     except BaseException:
-        saved.queue.clear()
+        queue.clear()
         raise
     finally:
-        saved.queue.deferring = False
+        queue.deferring = False
         _free(saved)
 
 
@@ -134,16 +158,19 @@ def run_backward_weight(saved: Saved) -> None:
     Raises StageloomError before B, and if a tensor it needs was overwritten since.
     """
     _step(saved, "B", "W")
+    queue = saved.queue
     try:
-        saved.queue.run()
+        if queue is not None:
+            queue.run()
         edges, given = saved.roots
-        trained = [p for p in saved.parameters if p.requires_grad]
-        if edges and trained:
+        trained = [p for p in saved.parameters if p.requires_grad] if edges else []
+        if trained:
             torch.autograd.backward(edges, given, inputs=trained)
     finally:
         saved.roots = ([], [])
         saved.parameters = ()
-        saved.queue.clear()
+        if queue is not None:
+            queue.clear()
 
 
 def _step(saved: Saved, before: str, step: Literal["B", "BW", "W"]) -> None:

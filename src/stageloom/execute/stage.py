@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.chance import Random, seed_of
-from stageloom.execute.channel import Spec, differentiable, has_gradient, spec_of
+from stageloom.execute.channel import has_gradient
 from stageloom.execute.split import (
     Mode,
     Report,
@@ -24,7 +25,7 @@ from stageloom.execute.split import (
     run_forward,
 )
 from stageloom.execute.tasks import Place
-from stageloom.execute.tree import flatten, leaves, unflatten
+from stageloom.execute.tree import ONE, flatten, leaves, unflatten
 from stageloom.execute.versions import Versions
 
 
@@ -54,15 +55,15 @@ class Feed:
     announce: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class _Flight:
     """A micro-batch between its forward and the end of its backward."""
 
     saved: Saved | None  # None where the forward is run again
     again: Callable[[], Saved] | None
-    spec: Spec  # of the outputs that are for the next stage; what follows them is carry
+    have: list[bool]  # of the outputs that are for the next stage, which have a gradient; what follows them is carry
     outputs: int
-    inputs: Spec  # of what came from the stage before; what follows it is carry
+    inputs: int  # what came from the stage before; what follows is carry
     version: int
 
 
@@ -95,7 +96,6 @@ class StageRunner:
         self.recompute = recompute
         self.versions = versions
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.announced: dict[Place, Spec] = {}  # what the next stage was last told of outputs
         self.flights: dict[Place, _Flight] = {}
         self.carries: dict[Place, tuple[list[Tensor], Any]] = {}
         self.carry_gradients: dict[Place, list[Tensor | None]] = {}
@@ -109,10 +109,12 @@ class StageRunner:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, place: Place, value: tuple[list[Tensor], Any] | None, *, version: int, backward: bool) -> Result:
-        """Run the stage for one slice of a micro-batch."""
+    def forward(
+        self, place: Place, value: tuple[list[Tensor], Any] | None, *, version: int, backward: bool, whole: bool
+    ) -> Result:
+        """Run the stage for one slice of a micro-batch; `whole`: its backward will be BW, and not B and W."""
         tensors, structure = flatten(self.feed.inputs.pop(place)) if value is None else value
-        carry, carry_structure = self.carries.pop(place, ([], None))
+        carry, carry_structure = self.carries.pop(place, ([], None)) if self.sequence else ([], None)
         given = tensors + carry
         trees: dict[str, Any] = {}
 
@@ -131,25 +133,26 @@ class StageRunner:
         wanted = [not self.first] * len(tensors) + [True] * len(carry)
         random = self._random(place)
         saved: Saved | None = None
+        mode, layers = "fused" if whole else self.mode, self.report.layers
+        layers.plain = whole
         with random:
             if backward and not self.recompute:
-                outputs, saved = run_forward(self.mode, call, given, parameters, wanted=wanted)
+                outputs, saved = run_forward(mode, call, given, parameters, wanted=wanted, layers=layers)
             else:
                 outputs = self._without_graph(call, given)
 
         def again() -> Saved:
             with random:
-                return run_forward(self.mode, call, given, parameters, wanted=wanted)[1]
+                return run_forward(mode, call, given, parameters, wanted=wanted, layers=layers)[1]
 
         values: int = trees["values"]
         if self.sequence and place.slice + 1 < self.slices and trees["carry"] is not None:
             self.carries[place._replace(slice=place.slice + 1)] = outputs[values:], trees["carry"]
         if backward:
-            spec = spec_of(outputs[:values], None)
+            have = [has_gradient(output.dtype) for output in outputs[:values]]
             repeat = again if self.recompute else None
-            self.flights[place] = _Flight(saved, repeat, spec, len(outputs), spec_of(tensors, None), version)
+            self.flights[place] = _Flight(saved, repeat, have, len(outputs), len(tensors), version)
         if not self.last:
-            self._check_announced(place, outputs[:values], trees["structure"])
             return Result(outputs[:values], trees["structure"])
         return Result([], None, trees.pop("loss", None), trees.pop("output", None))
 
@@ -157,7 +160,7 @@ class StageRunner:
         if type(self.module) is nn.Identity:  # a stage of nothing, which takes one argument only
             return argument, None
         arguments = argument if isinstance(argument, tuple) else (argument,)
-        kwargs = self.feed.kwargs.get(place, {})
+        kwargs = self.feed.kwargs.get(place, _NO_ARGUMENTS)
         if self.sequence:
             kwargs = {**kwargs, "carry": past}
         # an evaluation runs on the newest weights, which are the module's own
@@ -198,69 +201,58 @@ class StageRunner:
             raise InputError("recompute: a stage changes its input in place, so it cannot be run on it again")
         return [t.detach() for t in outputs]
 
-    def _check_announced(self, place: Place, tensors: list[Tensor], structure: Any) -> None:
-        """The next stage receives into buffers of the shapes it was told last."""
-        spec = spec_of(tensors, structure)
-        if self.feed.announce:
-            self.announced[place] = spec
-        elif self.announced.get(place) != spec:
-            raise InputError(
-                f"stage {place.stage} returned other shapes or values than a step before for inputs of the same "
-                f"shapes (micro-batch {place.microbatch}): pass Pipeline(..., dynamic=True)"
-            )
-
     def _leaves(self, version: int) -> Sequence[Tensor]:
         if self.versions is None or version not in self.versions.weights:
             return self.parameters
         return self.versions.leaves(version)
 
-    def _random(self, place: Place) -> Random:
+    def _random(self, place: Place) -> AbstractContextManager[None]:
         seed = self.feed.seed
-        if seed is not None:
-            seed = seed_of(seed, place.stage, place.microbatch, place.slice)
-        return Random(seed, keep=self.recompute)
+        if seed is None and not self.recompute:
+            return _AS_IT_IS
+        return Random(
+            None if seed is None else seed_of(seed, place.stage, place.microbatch, place.slice), self.recompute
+        )
 
     # -------------------------------------------------------------------------------------------------- backward
-
-    def gradient_spec(self, place: Place) -> Spec | None:
-        """The shapes of the gradient that this stage waits for; None before the forward has run."""
-        flight = self.flights.get(place)
-        return None if flight is None else differentiable(flight.spec)
 
     def backward(self, place: Place, gradients: list[Tensor] | None, *, whole: bool) -> list[Tensor]:
         """B, or BW where `whole`: gradients for the stage before, one for each floating-point input."""
         flight = self.flights[place]
-        values = len(flight.spec.dtypes)
-        grads: list[Tensor | None]
+        self.report.layers.plain = whole
         if flight.again is not None:
             flight.saved, flight.again = flight.again(), None
-        assert flight.saved is not None
+        saved = flight.saved
+        assert saved is not None
+        grads: list[Tensor | None]
         if gradients is None:  # the last stage: its output is the loss
-            grads = [torch.ones((), dtype=flight.spec.dtypes[0], device=flight.saved.outputs[0].device)]
+            loss = saved.outputs[0]
+            grads = [torch.ones((), dtype=loss.dtype, device=loss.device)]
         else:
             rest = iter(gradients)
-            grads = [next(rest) if has_gradient(dtype) else None for dtype in flight.spec.dtypes]
-        grads += self.carry_gradients.pop(place, [None] * (flight.outputs - values))
-        with torch.autocast("cpu", enabled=False):  # a backward has the dtypes of its forward already
-            inputs = (run_backward if whole else run_backward_input)(flight.saved, grads)
+            grads = [next(rest) if have else None for have in flight.have]
+        carried = flight.outputs - len(flight.have)
+        grads += self.carry_gradients.pop(place, [None] * carried)
+        leaves = saved.inputs[: flight.inputs]
+        with no_autocast():
+            inputs = (run_backward if whole else run_backward_input)(saved, grads)
         if self.sequence and place.slice > 0:
-            self.carry_gradients[place._replace(slice=place.slice - 1)] = inputs[len(flight.inputs.dtypes) :]
+            self.carry_gradients[place._replace(slice=place.slice - 1)] = inputs[flight.inputs :]
         if whole:
             self._ended(place)
         if self.first:
             return []
-        wanted = zip(inputs, flight.inputs.shapes, flight.inputs.dtypes, strict=False)
         return [
-            torch.zeros(shape, dtype=dtype) if found is None else found
-            for found, shape, dtype in wanted
-            if has_gradient(dtype)
+            torch.zeros_like(leaf, requires_grad=False) if found is None else found
+            for found, leaf in zip(inputs, leaves, strict=False)
+            if leaf is not None
         ]
 
     def backward_weight(self, place: Place) -> None:
         """W."""
         saved = self.flights[place].saved
         assert saved is not None, "W before B"
-        with torch.autocast("cpu", enabled=False):
+        with no_autocast():
             run_backward_weight(saved)
         self._ended(place)
 
@@ -268,6 +260,15 @@ class StageRunner:
         flight = self.flights.pop(place)
         if self.versions is not None:
             self.versions.ended(flight.version)
+
+
+_NO_ARGUMENTS: dict[str, Any] = {}
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """A backward has the dtypes of its forward already. Costs nothing where autocast is off."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _AS_IT_IS
 
 
 def _version(tensor: Tensor) -> int:
@@ -278,6 +279,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def _check_output(stage: int, tensors: list[Tensor], structure: Any) -> None:
+    if structure == ONE:
+        return
     if not tensors:
         raise InputError(f"stage {stage} returned no tensor; the next stage would have nothing to compute on")
     for leaf in leaves(structure):

@@ -32,6 +32,7 @@ class Task:
     `place` is whose value is computed, sent, received or reduced; of a message it is the receiver's, and `forward`
     tells an activation from a gradient; `peer` is the other rank. A computing op hands its result over on the same rank
     where `local` is true; `pair` marks one that is overlapped with the next. `row` is the schedule's.
+    `whole`, of a forward: its backward is one op (BW).
     `reaps`, of a receive, are the rows of sends that are known to be done once it has arrived.
     """
 
@@ -43,7 +44,13 @@ class Task:
     local: bool = False
     pair: bool = False
     version: int = 0
+    whole: bool = False
     reaps: tuple[int, ...] = ()
+
+    @cached_property
+    def target(self) -> Place:
+        """For whom the result of a computing op is: the same slice on the next stage, or the one before."""
+        return self.place.beside(1 if self.code is Code.F else -1)
 
     @cached_property
     def name(self) -> str:
@@ -74,6 +81,8 @@ def tasks_of(program: Program, rank: int) -> list[Task]:
         return Place(int(schedule.path_of[op.microbatch]), op.stage, op.microbatch, op.slice)
 
     reaped = _reaped(program, rank)
+    own = slice(int(program.offsets[rank]), int(program.offsets[rank + 1]))
+    whole = {place(row) for row in program.row[own][program.code[own] == Code.BW].tolist()}
     tasks: list[Task] = []
     for at in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
         code, row, peer = Code(program.code[at]), int(program.row[at]), int(program.peer[at])
@@ -87,8 +96,10 @@ def tasks_of(program: Program, rank: int) -> list[Task]:
         else:
             user = users.get(row, -1)
             local = user >= 0 and int(ranks[user]) == rank
+            of, pair = place(row), bool(schedule.pair[row])
+            forward_of_whole = code is Code.F and of in whole
             tasks.append(
-                Task(code, place(row), row, local=local, pair=bool(schedule.pair[row]), version=int(versions[row]))
+                Task(code, of, row, local=local, pair=pair, version=int(versions[row]), whole=forward_of_whole)
             )
     return tasks
 

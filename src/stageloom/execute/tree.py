@@ -14,9 +14,14 @@ from stageloom.errors import InputError
 TENSOR = "tensor"
 """Stands for a tensor in a structure; every other leaf stands for itself."""
 
+ONE = (TENSOR,)
+"""The structure of a tensor by itself."""
+
 
 def flatten(value: Any) -> tuple[list[Tensor], Any]:
     """(tensors in order, structure). Leaves that are no tensors (None, numbers, text) are part of the structure."""
+    if isinstance(value, Tensor):  # nearly always
+        return [value], ONE
     tensors: list[Tensor] = []
 
     def walk(part: Any) -> Any:
@@ -36,6 +41,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Any]:
 
 def unflatten(tensors: list[Tensor], structure: Any) -> Any:
     """The value that `flatten` took apart, with these tensors."""
+    if structure == ONE:
+        return tensors[0]
     rest = iter(tensors)
 
     def build(part: Any) -> Any:
