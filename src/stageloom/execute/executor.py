@@ -65,7 +65,7 @@ class Executor:
         self,
         stages: Mapping[tuple[int, int], StageRunner],
         net: Net,
-        reduce: Callable[[Task], None],
+        beside: Callable[[Task], None],
         *,
         window: int = 2,
         on_task: Callable[[str], None] | None = None,
@@ -73,7 +73,7 @@ class Executor:
     ) -> None:
         self.stages = stages
         self.net = net
-        self.reduce = reduce
+        self.beside = beside
         self.window = window
         self.on_task = on_task
         self.check_finite = check_finite
@@ -116,8 +116,8 @@ class Executor:
                 sender.send(
                     task.row, tensors, task.peer, self.net.edge(self.net.rank, task.peer), spec if told else None
                 )
-            elif task.code is Code.REDUCE:
-                self.reduce(task)
+            elif task.code in (Code.REDUCE, Code.GATHER):
+                self.beside(task)
             else:
                 began = time.perf_counter()
                 self._compute(task, run, arrived, structures, leaving, backward=backward)
