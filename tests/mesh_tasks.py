@@ -18,6 +18,32 @@ from stageloom.execute.split import Experts
 from stageloom.execute.workers import doing
 from stageloom.schedule import Schedule
 
+
+class Choosy(nn.Module):
+    """One of two layers by what it is given, and a third that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high, self.none = (nn.Linear(toy.WIDTH, toy.WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.low if float(x[0, 0, 0].detach()) < 0 else self.high)(x)
+
+
+class Block(nn.Module):
+    """x + second(tanh(first(norm(x)))), in which a sequence may be cut over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(toy.WIDTH)
+        self.first, self.second = nn.Linear(toy.WIDTH, 2 * toy.WIDTH), nn.Linear(2 * toy.WIDTH, toy.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(self.norm(x))))
+
+
+feature_tasks.MAKERS["block"] = lambda number: feature_tasks._of(Block, number)
+feature_tasks.MAKERS["choosy"] = lambda number: feature_tasks._of(Choosy, number)
 Layout = dict[str, int]  # size by name of a dimension
 Feeds = list[tuple[list[Any], list[Any]]]
 
@@ -112,6 +138,36 @@ def _tensor_parallel(module: nn.Module, mesh: DeviceMesh, sharded: bool = False)
     return _fsdp(module, mesh, "dp") if sharded else module
 
 
+def _mixed(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    return fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+
+
+def _sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan = {
+        "norm": SequenceParallel(),
+        "first": ColwiseParallel(input_layouts=Shard(1)),
+        "second": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(module, mesh["tp"], plan)
+    inside = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    outside = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+    parallelize_module(module, mesh["tp"], inside)
+    return parallelize_module(module, mesh["tp"], outside)
+
+
 WRAPS: dict[str, Any] = {
     "fsdp": lambda module, mesh: _fsdp(module, mesh, "dp"),
     "nested": lambda module, mesh: _fsdp(module, mesh, "dp", nested=True),
@@ -119,6 +175,8 @@ WRAPS: dict[str, Any] = {
     "inner": lambda module, mesh: _fsdp(module, mesh, "dp_shard"),
     "along pp": lambda module, mesh: _fsdp(module, mesh, "pp"),
     "ddp": _ddp,
+    "mixed": _mixed,
+    "sp": _sequence_parallel,
     "tp": _tensor_parallel,
     "tp fsdp": lambda module, mesh: _tensor_parallel(module, mesh, sharded=True),
 }

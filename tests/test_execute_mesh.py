@@ -218,6 +218,38 @@ def test_a_sharded_stage_trains_on(pool: Pool) -> None:
             same(found, weights[stage], 1.0, f"stage {stage}")
 
 
+def test_layers_that_only_some_processes_use(pool: Pool) -> None:
+    """Which layer a micro-batch takes depends on its values; what no process uses keeps no gradient."""
+    for wrap in (None, "fsdp"):
+        for name, microbatches, layout in (("dualpipe", 4, TWO_BY_TWO), ("zb-v", 1, {"pp": 1, "dp": 4})):
+            schedule = sl.build(name, layout["pp"], microbatches)
+            results = check(pool, schedule, layout, "choosy", steps=2, wrap=wrap)
+            used = [
+                {name for name, g in found.items() if g is not None}
+                for result in results
+                for _, found in result["gradients"]
+            ]
+            assert all(not any(name.startswith("none") for name in names) for names in used)
+            # of one micro-batch a process uses one of the layers
+            assert microbatches > 1 or {"low.weight", "high.weight"} <= used[0]
+
+
+def test_gradients_of_low_precision_weights_are_added_up_in_high_precision(pool: Pool) -> None:
+    """64 times the same micro-batch, all weight gradients at the end: in bfloat16 the sum would be off by percents."""
+    count = 32
+    order = " ".join([*(f"F{m} B{m}" for m in range(count)), *(f"W{m}" for m in range(count))])
+    text = f"stageloom schedule 1\nname: late\nranks: 1\nmicrobatches: {count}\npath: 0\nrank 0: {order}\n"
+    x, y = ([each[0].float()] for each in feeds(1)[0])
+    options = {"wrap": "mixed", "split": "deferred"}
+    layout = {"pp": 1, "dp": 1}
+    (one,) = pool.run(train, sl.build("zb-h1", 1, 1), layout, "toy32", [(x, y)], options, size=1)
+    (many,) = pool.run(train, sl.loads(text), layout, "toy32", [(x * count, y * count)], options, size=1)
+    for name, wanted in one["gradients"][0][1].items():
+        got = many["gradients"][0][1][name]
+        assert got.dtype == torch.float32
+        assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max()), name
+
+
 # ---------------------------------------------------------------------------------------------------- expert parallel
 
 
@@ -255,7 +287,20 @@ def test_expert_parallel(split: str, pool: Pool) -> None:
 def test_tensor_parallel_stages(split: str, pool: Pool) -> None:
     for name in ("zb-h2", "zb-v", "dualpipe"):
         results = check(pool, sl.build(name, 2, 4), {"pp": 2, "tp": 2}, wrap="tp", split=split, steps=2, clip=0.01)
-        print(results[0]["modes"])
+        if split == "deferred":
+            reasons = {reason for result in results for mode, reason in result["modes"].values() if mode == split}
+            assert reasons == {"all weight gradients are deferred"}
+
+
+@pytest.mark.parametrize("split", ["deferred", "graph", "fused"])
+def test_sequence_parallel_stages(split: str, pool: Pool) -> None:
+    """The norm sees a part of the sequence on each rank, so that its gradients are still to be added up over them."""
+    results = check(
+        pool, sl.build("zb-h2", 2, 4), {"pp": 2, "tp": 2}, "block", wrap="sp", split=split, steps=2, clip=0.01
+    )
+    check(pool, sl.build("zb-v", 2, 4), {"pp": 2, "tp": 2}, "block", wrap="sp", split=split)
+    if split == "deferred":
+        assert results[0]["modes"][0] == ("deferred", "B computes 2 parameters' at once")
 
 
 @pytest.mark.parametrize("split", ["deferred", "graph", "fused"])

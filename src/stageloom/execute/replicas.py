@@ -89,6 +89,8 @@ class Shared:
         self.holders = {stage: tuple(sorted(set(ranks))) for stage, ranks in enumerate(table)}
         parts = self._parts()
         agree_on_parts(self.grid, parts)
+        for stage in sorted(self.sharded.stages):
+            self.sharded.join(stage, self._group(self.grid.beside(self.holders[stage], self.grid.data)))
         self.copies: dict[int, list[_Copies]] = {}
         for part in parts:  # by all ranks in one order, so that all make the same groups
             if len(part.ranks) > 1 or len(part.replicas) > 1:
@@ -249,6 +251,7 @@ class Shared:
         for under_way in self._under_way:
             under_way.finish()
         self._under_way = []
+        self.sharded.drop_unused()
         for copies in (each for of_stage in self.copies.values() for each in of_stage if len(each.of) > 1):
             for each in zip(*copies.of, strict=True):
                 _add_up(each, each[:1])

@@ -14,14 +14,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, overload
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.mesh import Grid
 
 Modules = Mapping[tuple[int, int], nn.Module]
+
+
+@dataclass
+class _Used:
+    """How many holders have a gradient of each of these parameters: a sum under way, None if there is one holder."""
+
+    parameters: list[nn.Parameter]
+    counts: Tensor
+    work: Any
+    earlier: list[bool]  # which had a gradient of an earlier step
 
 
 class Sharded:
@@ -35,6 +48,8 @@ class Sharded:
             if found:
                 self._modules.setdefault(stage, []).extend(found)
         self._under_way: list[Any] = []
+        self._used: list[_Used] = []
+        self._holders: dict[int, Any] = {}
         for stage, found in self._modules.items():
             for each in found:
                 _check_mesh(each, stage, grid, rank)
@@ -43,6 +58,10 @@ class Sharded:
     @property
     def stages(self) -> frozenset[int]:
         return frozenset(self._modules)
+
+    def join(self, stage: int, holders: Any) -> None:
+        """The group of all that hold a sharded stage; None where that is this process alone."""
+        self._holders[stage] = holders
 
     def gather(self, stage: int) -> None:
         """Start to gather a stage's weights; its first forward waits for them."""
@@ -54,6 +73,8 @@ class Sharded:
 
         With Gloo this waits until it is done; on a GPU it runs in a stream of its own until `finish`.
         """
+        if stage in self._modules:
+            self._used.append(self._complete(stage))
         for module in self._modules.get(stage, ()):
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
@@ -73,6 +94,32 @@ class Sharded:
                 state._root_post_backward_final_callback()
                 module.set_is_last_backward(False)
 
+    def _complete(self, stage: int) -> _Used:
+        """Zeros for gradients that other holders may have; all in the dtype in which they are reduced."""
+        used: list[bool] = []
+        trained = [each for module in self._modules[stage] for each in _parameters(module)]
+        for each in trained:
+            own = each._unsharded_param
+            used.append(own.grad is not None or each.unsharded_accumulated_grad is not None)
+            if not used[-1]:
+                own.grad = torch.zeros_like(own)
+            _accumulate(each)
+        parameters = [each.sharded_param for each in trained]
+        counts = torch.tensor([float(one) for one in used], device=parameters[0].device if parameters else None)
+        holders = self._holders[stage]
+        work = None if holders is None else dist.all_reduce(counts, group=holders, async_op=True)
+        return _Used(parameters, counts, work, [p.grad is not None for p in parameters])
+
+    def drop_unused(self) -> None:
+        """A parameter that has a gradient nowhere keeps none, as in one process; zeros have stood in for it."""
+        used, self._used = self._used, []
+        for each in used:
+            if each.work is not None:
+                each.work.wait()
+            for parameter, count, earlier in zip(each.parameters, each.counts.tolist(), each.earlier, strict=True):
+                if not count and not earlier:
+                    parameter.grad = None
+
     def scatter(self) -> None:
         """Leave every rank with its shard of the weights, after a run without reductions."""
         for found in self._modules.values():
@@ -85,6 +132,8 @@ class Sharded:
         found = _wrapped(module)
         for each in found:
             each.unshard()
+            for parameter in _parameters(each):
+                _accumulate_always(parameter)
         try:
             yield
         finally:
@@ -132,6 +181,24 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     return list(several) if several is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def _parameters(module: Any) -> list[Any]:
+    """What fully_shard keeps of each trained parameter."""
+    return [each for group in _groups(module) for each in group.fsdp_params if each.sharded_param.requires_grad]
+
+
+def _accumulate(parameter: Any) -> None:
+    """Add a gradient to those of earlier micro-batches in the dtype in which they will be reduced."""
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
+
+
+def _accumulate_always(parameter: Any) -> None:
+    """Do so as soon as there is one: fully_shard does it at the end of a backward, which is too early for W."""
+    own = parameter._unsharded_param
+    if parameter.reduce_dtype not in (None, own.dtype) and not getattr(own, "_post_accumulate_grad_hooks", None):
+        own.register_post_accumulate_grad_hook(lambda _: _accumulate(parameter))
 
 
 def _refuse_reducers(module: nn.Module, stage: int) -> None:

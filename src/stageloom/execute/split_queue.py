@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stageloom.errors import StageloomError
+from stageloom.execute.mesh import local
 
 
 @dataclass
@@ -85,10 +86,9 @@ class Queue:
 
 def queued_bytes(queue: Queue) -> int:
     """Bytes of memory that only wait for W (storages counted once, parameters not at all)."""
-    own = {p.untyped_storage().data_ptr() for p in queue.parameters.values()}
-    sizes = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for entry in queue.entries for t in entry.tensors
-    }
+    own = {local(p).untyped_storage().data_ptr() for p in queue.parameters.values()}
+    storages = [local(t).untyped_storage() for entry in queue.entries for t in entry.tensors]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
@@ -98,7 +98,7 @@ class _Emit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, entry: Entry, *parameters: Tensor) -> Tensor:
         ctx.entry = entry
-        return parameters[0].new_empty(0)
+        return torch.empty(0, dtype=parameters[0].dtype, device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
