@@ -99,6 +99,50 @@ def test_a_stage_of_two_ranks_is_reduced_once_on_each_after_its_last_weight_grad
     assert Code.REDUCE not in lower(build("1f1b", 4, 8)).code
 
 
+@pytest.mark.parametrize("record", [r for r in records() if r.synchronous], ids=lambda record: record.name)
+def test_data_parallel_reduces_and_gathers_every_stage_once(record: Any) -> None:
+    """Each rank gathers a stage before its first op there, one op ahead, and reduces it after its last W or BW."""
+    for ranks, microbatches in ((1, 1), (2, 4), (4, 8)):
+        if record.refusal(ranks, microbatches) is not None:
+            continue
+        schedule = record(ranks, microbatches)
+        program = lower(schedule, data_parallel=True, sharded=range(schedule.stages))
+        assert problems(program) == []
+        assert executes(program)
+        for rank in range(ranks):
+            mine = list(program.instructions(rank))
+            for stage in sorted({op.stage for op in schedule.ops(rank)}):
+                own = [at for at, i in enumerate(mine) if i.code < Code.SEND and i.op.stage == stage]
+                weights = [at for at in own if mine[at].code in (Code.W, Code.BW)]
+                (gather,) = (at for at, i in enumerate(mine) if i.code is Code.GATHER and i.op.stage == stage)
+                (reduce,) = (at for at, i in enumerate(mine) if i.code is Code.REDUCE and i.op.stage == stage)
+                assert gather < own[0] <= weights[-1] < reduce
+                between = [i for i in mine[gather : own[0]] if i.code < Code.SEND]
+                assert len(between) == (1 if any(i.code < Code.SEND for i in mine[:gather]) else len(between))
+                # at once: before anything that is not ahead of the next op
+                later = [i for i in mine[weights[-1] + 1 : reduce] if i.code < Code.SEND]
+                assert len(later) <= 1
+        plain = [i for i in program.instructions(0) if i.code not in (Code.GATHER, Code.REDUCE)]
+        assert plain == [i for i in lower(schedule).instructions(0) if i.code is not Code.REDUCE]
+
+
+def test_what_is_shared_out_is_gathered_where_it_runs() -> None:
+    program = lower(build("interleaved-1f1b", 2, 2), data_parallel=True, sharded=[0, 3])
+    assert [line for line in lines(program, 0) if "@" in line and line.split()[0] in ("gather", "reduce")] == [
+        "gather @0",
+        "reduce @2",
+        "reduce @0",
+    ]
+    assert lines(program, 1)[:2] == ["receive F0@0 from 0", "F0@1"]
+    assert next(i.stream for i in program.instructions(0)) == "gather"
+
+
+def test_no_reduction_ends_a_step_of_a_schedule_that_updates_under_way() -> None:
+    for options in ({"data_parallel": True}, {"sharded": [0]}):
+        with pytest.raises(ScheduleError, match="pipedream: updates weights under way"):
+            lower(build("pipedream", 2, 4), **options)
+
+
 def test_a_replica_without_micro_batches_takes_part_in_the_reduction() -> None:
     items = [[((0, 0, 0, 0),), ((3, 0, 0, 0),)], [((0, 1, 0, 0),), ((3, 1, 0, 0),)]]
     program = lower(schedule_of(items, build("chimera", 2, 2).placement, [0]))
@@ -164,8 +208,11 @@ def of_code(program: Program, code: Code) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 3, 4), ("zb-v", 2, 3), ("dualpipe", 2, 4)])
-def test_any_instruction_left_out_or_done_twice_is_found(name: str, ranks: int, microbatches: int) -> None:
-    program = lower(build(name, ranks, microbatches))
+@pytest.mark.parametrize("beside", [False, True])
+def test_any_instruction_left_out_or_done_twice_is_found(
+    name: str, ranks: int, microbatches: int, beside: bool
+) -> None:
+    program = lower(build(name, ranks, microbatches), data_parallel=beside, sharded=[0, 1] if beside else ())
     for at in range(len(program)):
         everything = list(range(len(program)))
         fault = "ops" if program.code[at] < Code.SEND else "unmatched"
@@ -250,3 +297,37 @@ def test_reductions_in_two_orders_are_found() -> None:
     first = order.pop(reduces[0])
     order.insert(reduces[1], first)
     assert codes(taking(program, order)) == {"order"}
+
+
+def test_a_missing_reduction_or_gather_is_refused_by_name() -> None:
+    """Without it a data parallel rank would train on its own data, or on a shard of the weights."""
+    program = lower(build("zb-h1", 2, 3), data_parallel=True, sharded=[1])
+    everything = list(range(len(program)))
+    reduce = next(at for at in of_code(program, Code.REDUCE) if program.rank[at] == 0)
+    (gather,) = of_code(program, Code.GATHER)
+    for at, message in (
+        (reduce, "rank 0: reduces stage 0 0 times; 1 needed"),
+        (gather, "rank 1: gathers stage 1 0 times; 1 needed"),
+    ):
+        found = problems(taking(program, everything[:at] + everything[at + 1 :]))
+        assert [(fault.code, str(fault)) for fault in found] == [("unmatched", message)]
+    # a program for a single process a stage is none for data parallel
+    alone = replace(lower(build("zb-h1", 2, 3)), data_parallel=True)
+    assert [fault.code for fault in problems(alone)] == ["unmatched"] * 2
+
+
+def test_an_early_reduction_and_a_late_gather_are_found() -> None:
+    program = lower(build("zb-h1", 2, 3), data_parallel=True, sharded=[0])
+    everything = list(range(len(program)))
+    (gather,) = of_code(program, Code.GATHER)
+    first = next(at for at in everything if program.rank[at] == 0 and program.code[at] == Code.F)
+    late = everything.copy()
+    late.insert(first, late.pop(gather))
+    assert [str(fault) for fault in problems(taking(program, late))] == ["rank 0: gathers stage 0 after F0@0"]
+    reduce = next(at for at in of_code(program, Code.REDUCE) if program.rank[at] == 0)
+    last = max(at for at in everything[:reduce] if program.code[at] in (Code.W, Code.BW))
+    early = everything.copy()
+    early.insert(last, early.pop(reduce))
+    assert codes(taking(program, early)) == {"early"}
+    moved = replace(program, sharded=frozenset())
+    assert [str(fault) for fault in problems(moved)] == ["rank 0: gathers stage 0 1 times; 0 needed"]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from stageloom.errors import InputError
@@ -57,20 +56,6 @@ def check_options(
             f"{schedule.name} updates every {schedule.update_every} micro-batches, which {schedule.microbatches} "
             "micro-batches are no multiple of; the last ones would be lost"
         )
-
-
-def group_of(group: dist.ProcessGroup | None, schedule: Schedule) -> dist.ProcessGroup:
-    """The group to run in. Raises InputError where there is none, or not of the schedule's size."""
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None:
-        raise InputError("group: there is no process group; call torch.distributed.init_process_group first, or launch")
-    if dist.get_rank(group) < 0:
-        raise InputError("group: this process is not in it")
-    size = dist.get_world_size(group)
-    if size != schedule.ranks:
-        raise InputError(f"{schedule.name} has {schedule.ranks} ranks and the process group {size}")
-    return group
 
 
 def optimizer_of(module: nn.Module, make: Make, stage: int) -> torch.optim.Optimizer | None:

@@ -75,7 +75,7 @@ class Executor:
         self,
         stages: Mapping[tuple[int, int], StageRunner],
         net: Net,
-        reduce: Callable[[Task], None],
+        beside: Callable[[Task], None],
         *,
         window: int = 2,
         on_task: Callable[[str], None] | None = None,
@@ -83,7 +83,7 @@ class Executor:
     ) -> None:
         self.stages = stages
         self.net = net
-        self.reduce = reduce
+        self.beside = beside
         self.window = window
         self.on_task = on_task
         self.check_finite = check_finite
@@ -123,8 +123,8 @@ class Executor:
             elif task.code is Code.SEND:
                 self._send(task, leaving.pop((task.forward, task.place)), structures, announce=announce, keep=backward)
                 most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
-            elif task.code is Code.REDUCE:
-                self.reduce(task)
+            elif task.code is Code.REDUCE or task.code is Code.GATHER:
+                self.beside(task)
             else:
                 began = time.perf_counter()
                 self._compute(task, run, arrived, structures, leaving, backward=backward)

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from stageloom.errors import InputError, ScheduleError
-from stageloom.execute.arguments import Make, Split, check_options, group_of, optimizer_of, refuse_walking_twice
+from stageloom.execute.agreement import agree
+from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice
 from stageloom.execute.executor import Executor, Net, Run
 from stageloom.execute.feeding import along, fill, same, signature
-from stageloom.execute.replicas import Shared, Tied, agree
+from stageloom.execute.mesh import Mesh, grid_of
+from stageloom.execute.replicas import Shared, Tied
+from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
 from stageloom.execute.stage import Feed, StageRunner
 from stageloom.execute.tasks import Task, forward_only, tasks_of
@@ -47,7 +51,7 @@ class Pipeline:
     """The stages of one rank, and how they train.
 
     schedule
-        Any schedule value; its ranks are the ranks of `group`.
+        Any schedule value; its ranks are the ranks of `group`, or those of the mesh along its dimension "pp".
     stages
         The modules of this rank, by stage, or by (path, stage) where the schedule has two paths. Each gets what the
         stage before returned (a tuple as its arguments) and returns what the next one gets. Where micro-batches are cut
@@ -55,6 +59,11 @@ class Pipeline:
     loss
         loss(output, target): a scalar for one micro-batch. The step's loss and gradients are its mean over
         micro-batches (and slices), ready for the optimiser, added to what `.grad` holds already.
+    mesh
+        For other parallelism beside the pipeline: a DeviceMesh with a dimension "pp", and dimensions "dp..." along
+        which processes train on other data, or an `execute.mesh.Mesh` that says more. Losses and gradients are then
+        means over the micro-batches of all of them, as if one process had trained on the whole global batch; replicas
+        start equal. Stages may be wrapped by fully_shard over data dimensions, or be tensor parallel along others.
     split
         How backwards are split in B and W (see `execute.split`): one mode for all stages, or a mode by stage.
     recompute
@@ -81,6 +90,7 @@ class Pipeline:
         loss: Callable[[Any, Any], Tensor],
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: Mesh | DeviceMesh | None = None,
         split: Split | Mapping[int, Split] = "auto",
         recompute: Sequence[int] = (),
         tied: Tied = (),
@@ -94,20 +104,23 @@ class Pipeline:
         if found:
             raise ScheduleError(f"{schedule.name} cannot run: {found[0]}", [str(problem) for problem in found])
         self.schedule = schedule
-        self.group = group_of(group, schedule)
+        self.grid = grid_of(mesh, group, schedule)
+        self.group = self.grid.pipeline
         self.rank = dist.get_rank(self.group)
         self.modules = self._own(stages)
         self.optimizer = optimizer
         self.dynamic = dynamic
         check_options(schedule, loss, split, recompute, tied, window, optimizer)
-        agree(self.group, schedule, [[tuple(member) for member in group] for group in tied], dynamic)
-        self.tasks = tasks_of(lower(schedule), self.rank)
+        agree(self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic)
+        self.sharded = Sharded(self.modules, self.grid, self.rank)
+        program = lower(schedule, data_parallel=bool(self.grid.data), sharded=self.sharded.stages)
+        self.tasks = tasks_of(program, self.rank)
+        self.shared = Shared(schedule, self.grid, self.rank, self.modules, tied, self.sharded)
         self.reports: dict[tuple[int, int], Report] = {}
         self.runners = {key: self._runner(key, module, loss, split, recompute) for key, module in self.modules.items()}
-        self.shared = Shared(schedule, self.group, self.rank, self.modules, tied)
         net = Net(self.group, device=torch.device("cpu"), rank=self.rank)
         self.executor = Executor(
-            self.runners, net, self._reduce, window=window, on_task=on_task, check_finite=check_finite
+            self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite
         )
         self.signature: Any = None  # None: nothing that the other ranks know of
         self.shared.equalise()
@@ -149,7 +162,8 @@ class Pipeline:
             report, versions = Report("fused", "the schedule has no op that does B or W alone here", {}, ()), None
         else:
             refuse_walking_twice(module, mode, stage)
-            report, versions = prepare(module, mode), None
+            with self.sharded.whole(module):  # shards of weights are not what a layer computes with
+                report, versions = prepare(module, mode), None
         self.reports[key] = report
         return StageRunner(
             module,
@@ -159,7 +173,7 @@ class Pipeline:
             loss=loss,
             slices=schedule.slices,
             sequence=schedule.sequence,
-            parts=1 if versions is not None else schedule.microbatches * schedule.slices,
+            parts=1 if versions is not None else schedule.microbatches * schedule.slices * self.grid.copies,
             recompute=stage in recompute,
             versions=versions,
         )
@@ -179,22 +193,31 @@ class Pipeline:
 
         inputs: the mini-batch, cut along its first dimension in micro-batches, or a list of micro-batches (which may
         differ in shape); wanted on ranks with a first stage, ignored elsewhere. targets: the same, for the last stage.
+        With a mesh they are this pipeline's own part of the global batch: each one has as many micro-batches.
         kwargs go to every stage as they are. scale multiplies the loss before its backward (for a GradScaler). With
-        `seed`, random numbers (dropout) depend on seed, stage and micro-batch alone.
+        `seed`, random numbers (dropout) depend on seed, stage and micro-batch (of the global batch) alone.
         """
         if targets is None and any(stage == self.schedule.stages - 1 for _, stage in self.modules):
             raise InputError("targets: this rank holds the last stage and needs them")
         if scale != 1.0 and not self.schedule.synchronous:
             raise InputError(f"scale: {self.schedule.name} updates under way, before gradients could be unscaled")
-        feed = fill(Feed(scale=scale, seed=seed), self.schedule, self.modules, inputs, targets, kwargs)
+        before = self.grid.number * self.schedule.microbatches
+        feed = fill(
+            Feed(scale=scale, seed=seed, microbatches_before=before),
+            self.schedule,
+            self.modules,
+            inputs,
+            targets,
+            kwargs,
+        )
         feed.announce = self._announce(feed)
         for runner in self.runners.values():
             runner.begin(feed)
             if runner.versions is not None:
                 runner.versions.begin(self._version_uses())
-        before = self.shared.set_aside()
+        earlier = self.shared.set_aside()
         run = self.executor.run(self.tasks, announce=feed.announce)
-        self.shared.finish(before)
+        self.shared.finish(earlier)
         return StepResult(self._mean_loss(run), {}, run)
 
     def evaluate(
@@ -209,6 +232,7 @@ class Pipeline:
             runner.begin(feed)
         self.signature = None  # the shapes announced now are not those of the last step
         run = self.executor.run(forward_only(self.tasks), announce=True, backward=False)
+        self.sharded.scatter()
         slices: dict[int, list[Any]] = {}
         for place, output in sorted(run.outputs.items(), key=lambda item: item[0]):
             slices.setdefault(place.microbatch, []).append(output)
@@ -235,11 +259,15 @@ class Pipeline:
         total = torch.zeros(2, dtype=torch.float64)
         for loss in run.losses.values():
             total += torch.tensor([float(loss), 1.0], dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.grid.whole)
         return float(total[0] / total[1])
 
-    def _reduce(self, task: Task) -> None:
-        self.shared.start(task.place.stage)
+    def _beside(self, task: Task) -> None:
+        """What this rank does together with other holders of a stage."""
+        if task.code is Code.GATHER:
+            self.sharded.gather(task.place.stage)
+        else:
+            self.shared.start(task.place.stage)
 
     # ---------------------------------------------------------------------------------------------- around the step
 

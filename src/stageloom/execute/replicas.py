@@ -1,15 +1,15 @@
-"""Parameters that live in more than one place: replicas of a stage on two paths, and weights tied between stages.
+"""Parameters that live in more than one place: replicas of a stage, on two paths or on data parallel ranks, and weights
+tied between stages.
 
-Both end a step with one gradient, the sum over all places, and both start equal. Groups are made by all ranks in one
-order, of nothing but the schedule's placement and the list of ties, which every rank is given alike.
+All end a step with one gradient, the sum over all places, and all start equal. Groups are made by all ranks in one
+order (by stage, then by ranks), of nothing but the placement, the mesh and the list of ties, which all are given alike.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (torch leaks unknown types)
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
+from stageloom.execute.agreement import Part, agree_on_parts
+from stageloom.execute.mesh import Grid, give_gradient, gradient_of, local, shards_of
+from stageloom.execute.sharded import Modules, Sharded
 from stageloom.schedule import Schedule
 
 Tied = Sequence[Sequence[tuple[int, str]]]
-Modules = Mapping[tuple[int, int], nn.Module]
 
 
 @dataclass
@@ -31,12 +33,24 @@ class _Tie:
     `own` has its members here, `counted` those whose gradients add up (path 0: replicas have been summed before).
     """
 
-    name: str
     source: int
     first: nn.Parameter | None
     own: list[nn.Parameter]
     counted: list[nn.Parameter]
     group: Any
+
+
+@dataclass
+class _Copies:
+    """Parameters of a stage that the same ranks hold: `of[n]` are those of this rank's n-th replica of the stage.
+
+    `group` is that of the holders, `source` the one whose values all start with; `buffers` start equal, too.
+    """
+
+    group: Any
+    source: int
+    of: list[list[nn.Parameter]]
+    buffers: list[list[Tensor]]
 
 
 @dataclass
@@ -50,9 +64,9 @@ class _Sum:
     def finish(self) -> None:
         """A parameter that has a gradient nowhere keeps none, as in one process."""
         self.work.wait()
-        *parts, present = self.flat.split([*(p.numel() for p in self.parameters), len(self.parameters)])
+        *parts, present = self.flat.split([*(local(p).numel() for p in self.parameters), len(self.parameters)])
         for parameter, part, count in zip(self.parameters, parts, present.tolist(), strict=True):
-            parameter.grad = part.view_as(parameter).clone() if count else None
+            give_gradient(parameter, part.view_as(local(parameter)).clone() if count else None)
 
 
 @dataclass
@@ -60,28 +74,80 @@ class Shared:
     """What this rank's parameters share with others, and the sums of their gradients."""
 
     schedule: Schedule
-    group: dist.ProcessGroup
+    grid: Grid
     rank: int
     modules: Modules
     tied: Tied
+    sharded: Sharded
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
     _under_way: list[_Sum] = field(default_factory=list[_Sum])
+    _waiting: set[int] = field(default_factory=set[int])  # stages whose sums have not been started
 
     def __post_init__(self) -> None:
         self._check()
         table = self.schedule.placement.table.T.tolist()
         self.holders = {stage: tuple(sorted(set(ranks))) for stage, ranks in enumerate(table)}
-        # where a rank holds two replicas of a stage, its own are summed first, when both are complete
-        self.late = [stage for stage, ranks in enumerate(table) if len(set(ranks)) < len(ranks)]
-        self.replicas: dict[int, Any] = {}
-        for stage, ranks in self.holders.items():
-            if len(ranks) > 1 or stage in self.late:
-                group = self._group(ranks)  # by all ranks, so that all make the same groups
-                if self.rank in ranks:
-                    self.replicas[stage] = group
+        parts = self._parts()
+        agree_on_parts(self.grid, parts)
+        for stage in sorted(self.sharded.stages):
+            self.sharded.join(stage, self._group(self.grid.beside(self.holders[stage], self.grid.data)))
+        self.copies: dict[int, list[_Copies]] = {}
+        for part in parts:  # by all ranks in one order, so that all make the same groups
+            if len(part.ranks) > 1 or len(part.replicas) > 1:
+                self.copies.setdefault(part.stage, []).append(self._copies(part))
         self.ties = [tie for tie in map(self._tie, self.tied) if tie is not None]
+        self.stages_of = self._stages_of()
 
     # ----------------------------------------------------------------------------------------------- construction
+
+    def _parts(self) -> list[Part]:
+        """What this rank shares of its stages, by stage and by the ranks that hold it."""
+        found: dict[tuple[int, tuple[int, ...]], Part] = {}
+        for stage in sorted({stage for _, stage in self.modules}):
+            everyone = [module for (_, own), module in sorted(self.modules.items()) if own == stage]
+            replicas = list({id(module): module for module in everyone}.values())  # two paths may run one module
+            for name, tensor in (*replicas[0].named_parameters(), *replicas[0].named_buffers()):
+                dims = self.grid.summed(stage, name, tensor)
+                key = stage, self.grid.beside(self.holders[stage], dims)
+                if key not in found:
+                    source = self.grid.beside((self.schedule.placement.paths[0][stage],), dims)[0]
+                    found[key] = Part(stage, key[1], source, replicas, [])
+                found[key].names.append(name)
+        return [found[key] for key in sorted(found)]
+
+    def _copies(self, part: Part) -> _Copies:
+        parameters: list[list[nn.Parameter]] = []
+        buffers: list[list[Tensor]] = []
+        for module in part.replicas:
+            if Part(part.stage, part.ranks, part.source, [module], part.names).described() != part.described():
+                raise InputError(f"stage {part.stage}: its replicas on rank {self.rank} are not alike")
+            of = dict(module.named_parameters())
+            parameters.append([of[name] for name in part.names if name in of])
+            others = dict(module.named_buffers())
+            buffers.append([others[name] for name in part.names if name in others])
+        return _Copies(self._group(part.ranks), part.source, parameters, buffers)
+
+    def _stages_of(self) -> dict[int, list[int]]:
+        """The stages of each parameter that is one object in several stages here: it is summed with the last of them.
+
+        Raises InputError where that is not the same sum: its replicas elsewhere are other parameters.
+        """
+        found: dict[int, dict[int, tuple[int, Any]]] = {}
+        names: dict[int, str] = {}
+        groups = {id(p): c.group for copies in self.copies.values() for c in copies for of in c.of for p in of}
+        for (path, stage), module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                found.setdefault(id(parameter), {})[stage] = path, groups.get(id(parameter))
+                names.setdefault(id(parameter), name)
+        several = {key: stages for key, stages in found.items() if len(stages) > 1}
+        for key, stages in several.items():
+            paths = {path for path, _ in stages.values()}
+            if len(paths) > 1 or len({len(self.holders[stage]) for stage in stages}) > 1:
+                raise InputError(
+                    f"stages {sorted(stages)} on rank {self.rank} share one parameter object ({names[key]}), and the "
+                    "schedule has replicas of them; give each stage its own parameter and name them in tied="
+                )
+        return {key: sorted(stages) for key, stages in several.items()}
 
     def _check(self) -> None:
         seen: set[tuple[int, str]] = set()
@@ -98,20 +164,19 @@ class Shared:
                 seen.add(member)
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of these ranks; None for a single rank, or on ranks outside."""
+        """The process group of these global ranks; None for a single rank, or on ranks outside."""
         if ranks not in self._groups:
-            world = [dist.get_global_rank(self.group, rank) for rank in ranks]
-            here = self.rank in ranks and len(ranks) > 1
-            self._groups[ranks] = dist.new_group(world, use_local_synchronization=True) if here else None
+            here = dist.get_rank() in ranks and len(ranks) > 1
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if here else None
         return self._groups[ranks]
 
     def _tie(self, members: Sequence[tuple[int, str]]) -> _Tie | None:
         ranks = tuple(sorted({rank for stage, _ in members for rank in self.holders[stage]}))
-        group = self._group(ranks)
+        group = self._group(self.grid.beside(ranks, ()))
         if self.rank not in ranks:
             return None
-        source = self.schedule.placement.paths[0][members[0][0]]
-        tie = _Tie(f"{members[0][1]} of stage {members[0][0]}", source, None, [], [], group)
+        source = self.grid.beside((self.schedule.placement.paths[0][members[0][0]],), ())[0]
+        tie = _Tie(source, None, [], [], group)
         for path in range(len(self.schedule.placement.paths)):
             for stage, name in members:
                 if (path, stage) not in self.modules:
@@ -127,6 +192,9 @@ class Shared:
         shapes = {tuple(parameter.shape) for parameter in tie.own}
         if len(shapes) > 1:
             raise InputError(f"tied: {list(members)} have the shapes {sorted(shapes)}; tied parameters have one")
+        placed: set[Any] = {getattr(parameter, "placements", None) for parameter in tie.own}
+        if len(placed) > 1:
+            raise InputError(f"tied: {list(members)} lie in shards {placed}; tied parameters are sharded alike")
         return tie
 
     @staticmethod
@@ -137,121 +205,127 @@ class Shared:
             raise InputError(f"tied: stage {stage} has no parameter {name!r}") from None
 
     def equalise(self) -> None:
-        """Replicas start as on path 0, tied parameters as the first of their group."""
-        for stage in sorted(self.replicas):  # by stage: two ranks have to meet in one order
-            source = self.schedule.placement.paths[0][stage]
-            mine = [module for (_, own), module in sorted(self.modules.items()) if own == stage]
-            for copies in zip(*([*m.parameters(), *m.buffers()] for m in mine), strict=True):
-                self._spread(copies[0], copies[1:], source, self.replicas[stage])
+        """Replicas start as the first one on path 0, tied parameters as the first of their group."""
+        for stage in sorted(self.copies):  # two ranks have to meet in one order
+            for copies in self.copies[stage]:
+                for each in (*zip(*copies.of, strict=True), *zip(*copies.buffers, strict=True)):
+                    _spread(each[0], each[1:], copies.source, copies.group)
         for tie in self.ties:
             first = tie.first if tie.first is not None else tie.own[0]
-            self._spread(first, [p for p in tie.own if p is not first], tie.source, tie.group)
-
-    def _spread(self, first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
-        if group is not None:
-            value = first.detach().contiguous()
-            sent = value.view(torch.uint8) if value.dtype is torch.bool else value
-            dist.broadcast(sent, group=group, src=dist.get_global_rank(self.group, source))
-            first.detach().copy_(value)
-        for other in others:
-            other.detach().copy_(first.detach())
+            _spread(first, [p for p in tie.own if p is not first], tie.source, tie.group)
 
     # ----------------------------------------------------------------------------------------------------- a step
 
     def set_aside(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of earlier steps, which have been summed already and must not be once more."""
-        replicated = [p for (_, s), m in self.modules.items() if s in self.replicas for p in m.parameters()]
+        self._waiting = set(self.copies)
+        copied = [p for copies in self.copies.values() for each in copies for of in each.of for p in of]
         before: dict[nn.Parameter, Tensor] = {}
-        for parameter in (*replicated, *(p for tie in self.ties for p in tie.own)):
+        for parameter in (*copied, *(p for tie in self.ties for p in tie.own)):
             if parameter.grad is not None:
                 before[parameter] = parameter.grad
                 parameter.grad = None
         return before
 
     def start(self, stage: int) -> None:
-        """Start to sum the gradients of a stage over its replicas."""
-        if stage not in self.late:
-            module = next(module for (_, own), module in self.modules.items() if own == stage)
-            self._under_way += self._sums(list(module.parameters()), self.replicas[stage])
+        """Start to sum the gradients of a stage over its holders."""
+        self._waiting.discard(stage)
+        self.sharded.reduce(stage)
+        if stage in self.sharded.stages and stage in self.copies:
+            self.sharded.finish()  # these sums are of its results
+        for copies in self.copies.get(stage, ()):
+            mine = [[p for p in of if self._is_complete(p)] for of in copies.of]
+            if len(mine) > 1:
+                for each in zip(*mine, strict=True):
+                    _add_up(each, each)
+            self._under_way += _sums(mine[0], copies.group)
+
+    def _is_complete(self, parameter: nn.Parameter) -> bool:
+        return self._waiting.isdisjoint(self.stages_of.get(id(parameter), ()))
 
     def finish(self, before: dict[nn.Parameter, Tensor]) -> None:
         """End all sums, add up ties, and put back what was set aside."""
-        for stage in (stage for stage in self.late if stage in self.replicas):
-            mine = [list(module.parameters()) for (_, own), module in self.modules.items() if own == stage]
-            for copies in zip(*mine, strict=True):
-                _add_up(copies, copies)
-            self._sum_now(mine[0], self.replicas[stage])
-            for copies in zip(*mine, strict=True):
-                _add_up(copies, copies[:1])
+        for stage in sorted(self._waiting):  # replicas on this rank alone, which no reduction is needed for
+            self.start(stage)
+        self.sharded.finish()
         for under_way in self._under_way:
             under_way.finish()
         self._under_way = []
+        self.sharded.drop_unused()
+        for copies in (each for of_stage in self.copies.values() for each in of_stage if len(each.of) > 1):
+            for each in zip(*copies.of, strict=True):
+                _add_up(each, each[:1])
         for tie in self.ties:
             trained = [p for p in tie.own if p.requires_grad]
             if not trained:
                 continue
             _add_up(trained, [p for p in tie.counted if p.requires_grad])
-            self._sum_now(trained[:1], tie.group)
+            for each in _sums(trained[:1], tie.group):
+                each.finish()
             _add_up(trained, trained[:1])
         for parameter, earlier in before.items():
             parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
-
-    def _sum_now(self, parameters: list[nn.Parameter], group: Any) -> None:
-        for each in self._sums(parameters, group) if group is not None else []:
-            each.finish()
-
-    @staticmethod
-    def _sums(parameters: list[nn.Parameter], group: Any) -> list[_Sum]:
-        found: list[_Sum] = []
-        trained = [p for p in parameters if p.requires_grad]
-        for dtype in dict.fromkeys(p.dtype for p in trained):
-            own = [p for p in trained if p.dtype is dtype]
-            gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in own]
-            present = torch.tensor([p.grad is not None for p in own]).to(gradients[0])
-            flat = torch.cat([*gradients, present])
-            found.append(_Sum(dist.all_reduce(flat, group=group, async_op=True), own, flat))
-        return found
 
     # ------------------------------------------------------------------------------------------------ after a step
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; the norm before."""
+        everything = [
+            (path, stage, name, parameter)
+            for (path, stage), module in sorted(self.modules.items())
+            for name, parameter in module.named_parameters()
+        ]
+        if self.grid.mesh is None and shards_of(parameter for *_, parameter in everything):
+            raise InputError("clip_grad_norm: parameters lie in shards; give Pipeline the mesh= of all processes")
         uncounted = {id(p) for tie in self.ties for p in tie.own if p is not tie.first}
-        gradients = {
-            id(p): (path, p.grad)
-            for (path, _), module in sorted(self.modules.items())
-            for p in module.parameters()
-            if p.grad is not None
-        }
         squares = torch.zeros(1, dtype=torch.float64)
-        for key, (path, gradient) in gradients.items():
-            if path == 0 and key not in uncounted:  # other paths hold replicas
-                squares += gradient.detach().double().square().sum().cpu()
-        dist.all_reduce(squares, group=self.group)
+        gradients: dict[int, Tensor] = {}
+        for path, stage, name, parameter in everything:
+            gradient = None if id(parameter) in gradients else gradient_of(parameter)
+            if gradient is None:
+                continue
+            gradients[id(parameter)] = gradient
+            if path == 0 and id(parameter) not in uncounted:  # other paths hold replicas
+                held = self.grid.held_by(stage, name, parameter)
+                squares += gradient.detach().double().square().sum().cpu() / held
+        dist.all_reduce(squares, group=self.grid.whole)
         norm = float(squares.sqrt())
         factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
         if not factor >= 1.0:
-            for _, gradient in gradients.values():
+            for gradient in gradients.values():
                 gradient.mul_(factor)
         return norm
 
 
+def _spread(first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
+    value = local(first)
+    if group is not None:
+        sent = value.contiguous()
+        dist.broadcast(sent.view(torch.uint8) if sent.dtype is torch.bool else sent, group=group, src=source)
+        value.copy_(sent)
+    for other in others:
+        local(other).copy_(value)
+
+
+def _sums(parameters: list[nn.Parameter], group: Any) -> list[_Sum]:
+    """Sums of these parameters' gradients, started; none where there is no group."""
+    found: list[_Sum] = []
+    trained = [p for p in parameters if p.requires_grad] if group is not None else []
+    for dtype in dict.fromkeys(p.dtype for p in trained):
+        own = [p for p in trained if p.dtype is dtype]
+        gradients = [gradient_of(p) for p in own]
+        given = [
+            (torch.zeros_like(local(p)) if g is None else g).flatten() for p, g in zip(own, gradients, strict=True)
+        ]
+        present = torch.tensor([g is not None for g in gradients]).to(given[0])
+        flat = torch.cat([*given, present])
+        found.append(_Sum(dist.all_reduce(flat, group=group, async_op=True), own, flat))
+    return found
+
+
 def _add_up(to: Sequence[nn.Parameter], parts: Sequence[nn.Parameter]) -> None:
     """Give `to` the sum of the gradients of `parts`."""
-    gradients = [p.grad for p in parts if p.grad is not None]
+    gradients = [g for g in map(gradient_of, {id(p): p for p in parts}.values()) if g is not None]
     total = None if not gradients else torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
     for parameter in to:
-        parameter.grad = None if total is None else total.clone()
-
-
-def agree(group: dist.ProcessGroup, schedule: Schedule, *options: object) -> None:
-    """Refuse, on every rank, ranks that were given different schedules or options: they would wait for ever."""
-    said = hashlib.sha256(repr((schedule.name, schedule.placement, schedule.microbatches, options)).encode())
-    for column in (schedule.offsets, schedule.kind, schedule.stage, schedule.microbatch, schedule.slice):
-        said.update(column.tobytes())
-    mine = torch.frombuffer(bytearray(said.digest()[:8]), dtype=torch.int64)
-    all_said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_said, mine, group=group)
-    others = [rank for rank, theirs in enumerate(all_said) if not torch.equal(theirs, all_said[0])]
-    if others:
-        raise InputError(f"ranks {others} were given another schedule, tied or dynamic than rank 0")
+        give_gradient(parameter, None if total is None else total.clone())

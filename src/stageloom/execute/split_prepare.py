@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
+from stageloom.execute.mesh import is_dtensor
 from stageloom.execute.split_experts import Experts
 from stageloom.execute.split_layers import call
 from stageloom.execute.split_queue import Layers
@@ -128,12 +129,24 @@ def _why(module: nn.Module) -> str:
 def _can_defer(layer: nn.Module) -> bool:
     if type(layer) not in _RULES or "forward" in vars(layer):
         return False
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if not _is_plain(weight) or not weight.requires_grad or (bias is not None and not _is_plain(bias)):
+    if not _is_plain_layer(layer) and not _is_parallel_linear(layer):
         return False
     if isinstance(layer, nn.Embedding):
         return layer.max_norm is None and not layer.sparse
     return not (isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and _padding(layer) is None)
+
+
+def _is_plain_layer(layer: nn.Module) -> bool:
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return _is_plain(weight) and weight.requires_grad and (bias is None or _is_plain(bias))
+
+
+def _is_parallel_linear(layer: nn.Module) -> bool:
+    """A linear layer over tensor parallel ranks: what its rule computes with is made for DTensors, too."""
+    if type(layer) is not nn.Linear:
+        return False
+    own = [p for p in layer._parameters.values() if p is not None]
+    return layer.weight.requires_grad and all(is_dtensor(p) and p.is_leaf for p in own)
 
 
 def _is_plain(parameter: Any) -> TypeGuard[nn.Parameter]:
@@ -166,12 +179,11 @@ def _own(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 def _can_defer_now(layer: nn.Module, x: Any) -> bool:
     """Whether this very call is an ordinary one. A recomputation under checkpointing must come to the same answer."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter):
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _functorch_active():
         return False
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if not _is_plain(weight) or not weight.requires_grad or (bias is not None and not _is_plain(bias)):
-        return False
-    return x.device == weight.device and not _functorch_active()
+    if type(x) in (Tensor, nn.Parameter):
+        return _is_plain_layer(layer) and x.device == layer.weight.device  # pyright: ignore[reportAttributeAccessIssue]
+    return is_dtensor(x) and _is_parallel_linear(layer)
 
 
 # Within torch.func's transforms tensors are wrapped, and what a queue keeps of them would be wrong later.

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from stageloom.errors import StageloomError
+from stageloom.execute.mesh import local
 
 
 @dataclass
@@ -120,10 +121,9 @@ class _Ready:
 
 def queued_bytes(queue: Queue) -> int:
     """Bytes of memory that only wait for W (storages counted once, parameters not at all)."""
-    own = {p.untyped_storage().data_ptr() for p in queue.parameters.values()}
-    sizes = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for entry in queue.entries for t in entry.tensors
-    }
+    own = {local(p).untyped_storage().data_ptr() for p in queue.parameters.values()}
+    storages = [local(t).untyped_storage() for entry in queue.entries for t in entry.tensors]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stageloom.errors import InputError
 from stageloom.execute.chance import Random, seed_of
 from stageloom.execute.channel import has_gradient
+from stageloom.execute.sharded import trained
 from stageloom.execute.split import (
     Mode,
     Report,
@@ -43,7 +44,8 @@ class Result:
 class Feed:
     """What one step gives a stage: inputs by place (first stage), targets by place (last stage), keyword arguments.
 
-    `scale` multiplies every loss before its backward, `seed` makes random numbers of a place the same wherever it runs.
+    `scale` multiplies every loss before its backward, `seed` makes random numbers of a place the same wherever it runs;
+    of the global batch, `microbatches_before` come before those of this pipeline.
     """
 
     inputs: dict[Place, Any] = field(default_factory=dict[Place, Any])
@@ -51,6 +53,7 @@ class Feed:
     kwargs: dict[Place, dict[str, Any]] = field(default_factory=dict[Place, dict[str, Any]])
     scale: float = 1.0
     seed: int | None = None
+    microbatches_before: int = 0
     keep_outputs: bool = False
     announce: bool = True
 
@@ -95,7 +98,7 @@ class StageRunner:
         self.parts = parts  # losses of a mini-batch: each weighs 1/parts
         self.recompute = recompute
         self.versions = versions
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.parameters = trained(module)
         self.flights: dict[Place, _Flight] = {}
         self.carries: dict[Place, tuple[list[Tensor], Any]] = {}
         self.carry_gradients: dict[Place, list[Tensor | None]] = {}
@@ -105,7 +108,7 @@ class StageRunner:
         """A run starts. What a run that failed may have left is dropped."""
         self.feed = feed
         self.flights, self.carries, self.carry_gradients = {}, {}, {}
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.parameters = trained(self.module)
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -210,9 +213,9 @@ class StageRunner:
         seed = self.feed.seed
         if seed is None and not self.recompute:
             return _AS_IT_IS
-        return Random(
-            None if seed is None else seed_of(seed, place.stage, place.microbatch, place.slice), self.recompute
-        )
+        if seed is not None:
+            seed = seed_of(seed, place.stage, self.feed.microbatches_before + place.microbatch, place.slice)
+        return Random(seed, keep=self.recompute)
 
     # -------------------------------------------------------------------------------------------------- backward
 

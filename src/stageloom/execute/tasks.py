@@ -29,9 +29,9 @@ class Place(NamedTuple):
 class Task:
     """One instruction of a rank.
 
-    `place` is whose value is computed, sent, received or reduced; of a message it is the receiver's, and `forward`
-    tells an activation from a gradient; `peer` is the other rank. A computing op hands its result over on the same rank
-    where `local` is true; `pair` marks one that is overlapped with the next. `row` is the schedule's.
+    `place` is whose value is computed, sent, received, reduced or gathered for; of a message it is the receiver's, and
+    `forward` tells an activation from a gradient; `peer` is the other rank. A computing op hands its result over on the
+    same rank where `local` is true; `pair` marks one that is overlapped with the next. `row` is the schedule's.
     `whole`, of a forward: its backward is one op (BW).
     `reaps`, of a receive, are the rows of sends that are known to be done once it has arrived.
     """
@@ -57,8 +57,8 @@ class Task:
         """The task in words, for messages; made once, as it is told before every run of the task."""
         cut = f".{self.place.slice}" if self.place.slice else ""
         where = f"{self.place.microbatch}{cut}@{self.place.stage}"
-        if self.code is Code.REDUCE:
-            return f"reduce @{self.place.stage}"
+        if self.code in (Code.REDUCE, Code.GATHER):
+            return f"{self.code.name.lower()} @{self.place.stage}"
         if self.code in (Code.SEND, Code.RECV):
             what = "activations" if self.forward else "gradients"
             verb = "send" if self.code is Code.SEND else "receive"
@@ -91,7 +91,7 @@ def tasks_of(program: Program, rank: int) -> list[Task]:
             forward = int(schedule.kind[row]) == Kind.F
             reaps = reaped.get(row, ()) if code is Code.RECV else ()
             tasks.append(Task(code, place(user), row, peer, forward=forward, reaps=reaps))
-        elif code is Code.REDUCE:
+        elif code in (Code.REDUCE, Code.GATHER):
             tasks.append(Task(code, place(row), row))
         else:
             user = users.get(row, -1)
@@ -124,6 +124,6 @@ def _reaped(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
 
 
 def forward_only(tasks: list[Task]) -> list[Task]:
-    """The part of a program that an evaluation runs: forwards and the messages between them."""
+    """The part of a program that an evaluation runs: forwards, the messages between them, and gathers."""
     moves = (Code.SEND, Code.RECV)
-    return [task for task in tasks if task.code is Code.F or (task.code in moves and task.forward)]
+    return [task for task in tasks if task.code in (Code.F, Code.GATHER) or (task.code in moves and task.forward)]

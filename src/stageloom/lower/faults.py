@@ -29,8 +29,9 @@ def problems(program: Program) -> list[Fault]:
     """All faults of a program, in plain Python: an empty list where it runs to its end and computes the schedule.
 
     ops: other ops, or in another order, than the schedule's. unmatched: a send or receive without its partner, a
-    reduction that a holder leaves out or does twice. order: the two sides of a queue, or of reductions, differ.
-    early: an op before its message, a send or reduction before its op. circle: instructions that wait for one another.
+    reduction or gather that a holder leaves out or does twice. order: the two sides of a queue, or of reductions,
+    differ. early: an op before its message, a send or reduction before its op. late: a gather after an op that needs
+    it. circle: instructions that wait for one another.
     """
     seen = _Seen(program)
     return [
@@ -38,6 +39,7 @@ def problems(program: Program) -> list[Fault]:
         *_channels(program, seen),
         *_early(program, seen),
         *_reduces(program, seen),
+        *_gathers(program, seen),
         *_circle(program, seen),
     ]
 
@@ -50,6 +52,7 @@ class _Seen:
         self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.reduces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(program.schedule.ranks)}
+        self.gathers: dict[tuple[int, int], list[int]] = defaultdict(list)
         columns = (program.code, program.row, program.peer, program.rank)
         for at, (code, row, peer, rank) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if code == Code.SEND:
@@ -58,6 +61,8 @@ class _Seen:
                 self.receives[row, peer, rank].append(at)
             elif code == Code.REDUCE:
                 self.reduces[rank].append((int(program.schedule.stage[row]), at))
+            elif code == Code.GATHER:
+                self.gathers[rank, int(program.schedule.stage[row])].append(at)
             else:
                 self.computes.setdefault(row, at)
 
@@ -125,20 +130,20 @@ def _early(program: Program, seen: _Seen) -> list[Fault]:
             if schedule.links.source[use] != row or at > min(seen.computes.get(mate, at), seen.computes.get(use, at)):
                 text = f"{program.instruction(at)} stands after {schedule.op(use)}, or is not what that waits for"
                 found.append(Fault("early", rank, at, text))
-        elif code >= Code.SEND and schedule.rank[row] == rank and at < seen.computes.get(row, at):
+        elif code in (Code.SEND, Code.REDUCE) and schedule.rank[row] == rank and at < seen.computes.get(row, at):
             found.append(Fault("early", rank, at, f"{program.instruction(at)} stands before {schedule.op(row)}"))
     return found
 
 
 def _reduces(program: Program, seen: _Seen) -> list[Fault]:
-    """Every holder of a shared stage reduces it once, and the ranks agree on an order."""
+    """Every holder of a stage with several holders reduces it once, and the ranks agree on an order."""
     found: list[Fault] = []
     after: dict[int, set[int]] = defaultdict(set)
     for stage in range(program.schedule.stages):
         holders = program.holders(stage)
         for rank, reduces in seen.reduces.items():
             count = sum(reduced == stage for reduced, _ in reduces)
-            wanted = int(len(holders) > 1 and rank in holders)
+            wanted = int(program.reduced(stage) and rank in holders)
             if count != wanted:
                 found.append(Fault("unmatched", rank, None, f"reduces stage {stage} {count} times; {wanted} needed"))
     for reduces in seen.reduces.values():
@@ -150,6 +155,27 @@ def _reduces(program: Program, seen: _Seen) -> list[Fault]:
         stages = ", ".join(map(str, error.args[1]))
         rank = next(rank for rank, reduces in seen.reduces.items() if reduces)
         found.append(Fault("order", rank, None, f"ranks reduce stages in orders that wait in a circle: {stages}"))
+    return found
+
+
+def _gathers(program: Program, seen: _Seen) -> list[Fault]:
+    """A rank gathers each sharded stage that it runs once, before the stage's first op there."""
+    found: list[Fault] = []
+    schedule = program.schedule
+    first: dict[tuple[int, int], int] = {}
+    for row, (rank, stage) in enumerate(zip(schedule.rank.tolist(), schedule.stage.tolist(), strict=True)):
+        first.setdefault((rank, stage), row)
+    for (rank, stage), row in sorted(first.items()):
+        gathers = seen.gathers.get((rank, stage), [])
+        wanted = int(stage in program.sharded)
+        if len(gathers) != wanted:
+            text = f"gathers stage {stage} {len(gathers)} times; {wanted} needed"
+            found.append(Fault("unmatched", rank, None, text))
+        if gathers and gathers[0] > seen.computes.get(row, gathers[0]):
+            text = f"gathers stage {stage} after {schedule.op(row)}"
+            found.append(Fault("late", rank, gathers[0], text))
+    for rank, stage in sorted(seen.gathers.keys() - first.keys()):
+        found.append(Fault("unmatched", rank, None, f"gathers stage {stage}, which it does not run"))
     return found
 
 

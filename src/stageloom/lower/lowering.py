@@ -6,12 +6,18 @@ queue. Why this has no circle: a sound schedule has a total order of all ops in 
 waits for. Let u be the op that message m is received before. m or a message sent after m is for u, so m's sender comes
 before u in that order. Hence the receive can be put right before u, after all it waits for, and the order still holds.
 
-Reductions. A stage that several ranks hold (two paths) gets one reduction on each of them, after the last weight
-gradient of the stage there. The holders of two stages must reduce them in one order, or the reduce streams wait in a
-circle; so all ranks go by one order of stages: that in which their last weight gradients end, every op taking 1.
+Reductions. A stage that several ranks hold (two paths), or every stage under data parallel, gets one reduction on each
+rank that holds it, after the last weight gradient of the stage there. The holders of two stages must reduce them in one
+order, or the reduce streams wait in a circle; so all ranks go by one order of stages: that in which their last weight
+gradients end, every op taking 1. Data parallel ranks run the same program, so that the order holds among them too.
+
+Gathers. A stage whose weights lie in shards is gathered once a step: one op before its first on the rank, so that the
+gather runs under that op or under the wait for the first message. Its reduction gives every rank its shard again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +29,15 @@ from stageloom.op import Kind
 from stageloom.schedule import Schedule
 
 
-def lower(schedule: Schedule) -> Program:
-    """The program of a schedule. Raises ScheduleError for one that cannot run (`validate.problems` says why)."""
+def lower(schedule: Schedule, *, data_parallel: bool = False, sharded: Collection[int] = ()) -> Program:
+    """The program of a schedule. Raises ScheduleError for one that cannot run (`validate.problems` says why).
+
+    data_parallel: every stage is held by other processes too, which train on other data, and its gradients have to be
+    summed with theirs. sharded: stages whose weights those processes share out among them.
+    Raises ScheduleError for an asynchronous schedule with these: it updates weights before a step has all gradients.
+    """
+    if not schedule.synchronous and (data_parallel or sharded):
+        raise ScheduleError(f"{schedule.name}: updates weights under way, so that no reduction ends its step")
     end = _unit_times(schedule)
     rows = np.arange(len(schedule))
     source = schedule.links.source
@@ -33,25 +46,31 @@ def lower(schedule: Schedule) -> Program:
     sender = source[receiver].astype(np.int64)
     # In a pair both receives come before both ops, both sends after; a pair is sorted by its first row.
     lead = rows - np.concatenate(([False], schedule.pair))[: len(rows)]
-    reduce_row, reduce_rank, reduce_lead, turn = _reductions(schedule, lead, end)
+    reduce_row, reduce_rank, reduce_lead, turn = _reductions(schedule, lead, end, data_parallel)
+    gather_row, gather_lead = _gathers(schedule, lead, sharded)
 
-    counts = [len(receiver), len(rows), len(sender), len(reduce_row)]
-    receives, sends = slice(0, counts[0]), slice(counts[0] + counts[1], counts[0] + counts[1] + counts[2])
-    row = np.concatenate((sender, rows, sender, reduce_row))
-    rank = np.concatenate((schedule.rank[receiver], schedule.rank, schedule.rank[sender], reduce_rank))
-    before = np.concatenate((_posted_before(schedule, sender, receiver, lead), lead, lead[sender], reduce_lead))
-    code = np.repeat(np.array([Code.RECV, 0, Code.SEND, Code.REDUCE], dtype=np.int8), counts)
-    code[counts[0] : counts[0] + counts[1]] = schedule.kind
+    counts = [len(gather_row), len(receiver), len(rows), len(sender), len(reduce_row)]
+    _, receives, ops, sends, _ = (
+        slice(stop - count, stop) for stop, count in zip(np.cumsum(counts), counts, strict=True)
+    )
+    row = np.concatenate((gather_row, sender, rows, sender, reduce_row))
+    on = schedule.rank
+    rank = np.concatenate((on[gather_row], on[receiver], on, on[sender], reduce_rank))
+    received = _posted_before(schedule, sender, receiver, lead)
+    before = np.concatenate((gather_lead, received, lead, lead[sender], reduce_lead))
+    code = np.repeat(np.array([Code.GATHER, Code.RECV, 0, Code.SEND, Code.REDUCE], dtype=np.int8), counts)
+    code[ops] = schedule.kind
     use = np.full(len(row), -1, dtype=np.int64)
     use[receives] = receiver
     peer = np.full(len(row), -1, dtype=np.int32)
-    peer[receives], peer[sends] = schedule.rank[sender], schedule.rank[receiver]
+    peer[receives], peer[sends] = on[sender], on[receiver]
 
-    within = np.concatenate((sender, rows, sender, turn))
-    order = np.lexsort((within, np.repeat(np.arange(4), counts), before, rank))
+    within = np.concatenate((gather_row, sender, rows, sender, turn))
+    order = np.lexsort((within, np.repeat(np.arange(5), counts), before, rank))
     offsets = np.zeros(schedule.ranks + 1, dtype=np.int64)
     np.cumsum(np.bincount(rank, minlength=schedule.ranks), out=offsets[1:])
-    return Program(schedule, offsets, code[order], row[order], use[order], peer[order])
+    columns = (offsets, code[order], row[order], use[order], peer[order])
+    return Program(schedule, *columns, data_parallel=data_parallel, sharded=frozenset(sharded))
 
 
 def _unit_times(schedule: Schedule) -> NDArray[np.float64]:
@@ -81,9 +100,12 @@ def _posted_before(schedule: Schedule, sender: Rows, receiver: Rows, lead: Rows)
     return before
 
 
-def _reductions(schedule: Schedule, lead: Rows, end: NDArray[np.float64]) -> tuple[Rows, Rows, Rows, Rows]:
+def _reductions(
+    schedule: Schedule, lead: Rows, end: NDArray[np.float64], data_parallel: bool
+) -> tuple[Rows, Rows, Rows, Rows]:
     """(row, rank, pair it comes after, turn) of every reduction, by rank and turn."""
-    shared = [stage for stage, ranks in enumerate(schedule.placement.table.T) if len(set(ranks.tolist())) > 1]
+    table = schedule.placement.table.T
+    shared = [stage for stage, ranks in enumerate(table) if data_parallel or len(set(ranks.tolist())) > 1]
     last = np.full((schedule.ranks, schedule.stages), -1, dtype=np.int64)
     weights = np.flatnonzero((schedule.kind == Kind.W) | (schedule.kind == Kind.BW))
     np.maximum.at(last, (schedule.rank[weights], schedule.stage[weights]), weights)
@@ -98,3 +120,12 @@ def _reductions(schedule: Schedule, lead: Rows, end: NDArray[np.float64]) -> tup
                 found.append((row if row >= 0 else int(last[:, stage].max()), rank, after, turn))
     row, rank, after, turn = np.array(found, dtype=np.int64).reshape(-1, 4).T
     return row, rank, after, turn
+
+
+def _gathers(schedule: Schedule, lead: Rows, sharded: Collection[int]) -> tuple[Rows, Rows]:
+    """(row, op it comes before) of every gather: the first op of a sharded stage on a rank, and the op before that."""
+    rows = np.flatnonzero(np.isin(schedule.stage, np.array(sorted(sharded), dtype=np.int64)))
+    places = schedule.rank[rows].astype(np.int64) * schedule.stages + schedule.stage[rows]
+    first = np.sort(rows[np.unique(places, return_index=True)[1]])
+    previous = np.maximum(lead[first] - 1, schedule.offsets[schedule.rank[first]])
+    return first, lead[previous]

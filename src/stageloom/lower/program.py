@@ -1,7 +1,11 @@
 """The program: what every rank executes, in order, as columns and as objects for reading.
 
-A rank starts its instructions in the order of its list. A receive is waited for. A send or a reduction is only started:
-it runs on in its own stream ("send", "reduce"), sends buffered, each stream in order.
+A rank starts its instructions in the order of its list. A receive is waited for. A send, a reduction or a gather is
+only started: it runs on in its own stream ("send", "reduce", "gather"), sends buffered, each stream in order. The first
+op of a gathered stage waits for its gather.
+
+Data parallel ranks (other processes that hold the same stages and train on other data) all run the program of their
+pipeline rank; what they do together is a REDUCE, and a GATHER where they share out a stage's weights among them.
 """
 
 from __future__ import annotations
@@ -31,14 +35,16 @@ class Code(IntEnum):
     SEND = 4
     RECV = 5
     REDUCE = 6
+    GATHER = 7
 
 
-STREAMS: Final = ("compute", "compute", "compute", "compute", "send", "receive", "reduce")
+STREAMS: Final = ("compute", "compute", "compute", "compute", "send", "receive", "reduce", "gather")
 """The stream that an instruction occupies, by code."""
 
 
 class Instruction(NamedTuple):
-    """A view of one instruction. `op` is what it computes, or the op whose result is sent, received or reduced."""
+    """A view of one instruction. `op` is what it computes, or the op whose result is sent, received or reduced, or that
+    needs what is gathered."""
 
     code: Code
     op: Op
@@ -53,7 +59,9 @@ class Instruction(NamedTuple):
             return f"send {self.op} to {self.peer}"
         if self.code is Code.RECV:
             return f"receive {self.op} from {self.peer}"
-        return f"reduce @{self.op.stage}" if self.code is Code.REDUCE else str(self.op)
+        if self.code in (Code.REDUCE, Code.GATHER):
+            return f"{self.code.name.lower()} @{self.op.stage}"
+        return str(self.op)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +70,9 @@ class Program:
 
     `row` is a row of the schedule: the op computed; the op whose result is sent or received (the sender's on both
     sides, so it names the message); the last weight gradient before a reduction (another rank's where this one has
-    none). `use` is the row that a received message is for, `peer` the other rank of a send or receive; -1 elsewhere.
+    none); the first op that needs what is gathered. `use` is the row that a received message is for, `peer` the other
+    rank of a send or receive; -1 elsewhere. `data_parallel`: every stage has other holders, beside the pipeline.
+    `sharded`: stages whose weights lie in shards between steps.
     """
 
     schedule: Schedule
@@ -71,6 +81,8 @@ class Program:
     row: Rows
     use: Rows
     peer: NDArray[np.int32]
+    data_parallel: bool = False
+    sharded: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.code)
@@ -89,5 +101,9 @@ class Program:
         return map(self.instruction, range(int(self.offsets[rank]), int(self.offsets[rank + 1])))
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold this stage; the participants of its reduction where they are several."""
+        """The ranks that hold this stage; with their data parallel ranks they take part in its reduction."""
         return tuple(sorted({path[stage] for path in self.schedule.placement.paths}))
+
+    def reduced(self, stage: int) -> bool:
+        """Whether gradients of this stage have to be summed: it has several holders, here or beside the pipeline."""
+        return self.data_parallel or len(self.holders(stage)) > 1

@@ -1,0 +1,85 @@
+"""What all ranks have to be told alike, compared before anything waits for another rank."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch leaks unknown types)
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stageloom.errors import InputError
+from stageloom.execute.mesh import Grid, local
+from stageloom.schedule import Schedule
+
+
+@dataclass
+class Part:
+    """Parameters and buffers `names` of a stage, which the same global `ranks` hold; they start as on `source`.
+
+    `replicas` are the modules of the stage on this rank.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    source: int
+    replicas: list[nn.Module]
+    names: list[str]
+
+    def described(self) -> list[tuple[str, tuple[int, ...], str, bool]]:
+        """What has to be alike on all holders: name, shape, dtype and whether it is trained."""
+        module = self.replicas[0]
+        tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return [
+            (name, tuple(local(tensors[name]).shape), str(tensors[name].dtype), bool(tensors[name].requires_grad))
+            if name in tensors
+            else (name, (), "missing", False)
+            for name in self.names
+        ]
+
+
+def agree(grid: Grid, schedule: Schedule, *options: object) -> None:
+    """Refuse, on every rank, ranks that were given different schedules or options: they would wait for ever."""
+    said = hashlib.sha256(repr((schedule.name, schedule.placement, schedule.microbatches, options, grid.said)).encode())
+    for column in (schedule.offsets, schedule.kind, schedule.stage, schedule.microbatch, schedule.slice):
+        said.update(column.tobytes())
+    mine = torch.frombuffer(bytearray(said.digest()[:8]), dtype=torch.int64)
+    all_said = [torch.empty_like(mine) for _ in range(dist.get_world_size(grid.whole))]
+    dist.all_gather(all_said, mine, group=grid.whole)
+    others = [rank for rank, theirs in enumerate(all_said) if not torch.equal(theirs, all_said[0])]
+    if others:
+        what = "schedule, tied or dynamic" if grid.mesh is None else "schedule, tied, dynamic or mesh"
+        raise InputError(f"ranks {others} were given another {what} than rank 0")
+
+
+def agree_on_parts(grid: Grid, parts: list[Part]) -> None:
+    """Refuse, on every rank, holders of one stage that do not hold the same of it: their sums would not fit."""
+    mine = [(part.stage, part.ranks, part.described()) for part in parts if len(part.ranks) > 1]
+    said: list[Any] = [None] * dist.get_world_size(grid.whole)
+    dist.all_gather_object(said, (dist.get_rank(), mine), group=grid.whole)
+    told = {rank: {(stage, ranks): what for stage, ranks, what in theirs} for rank, theirs in said}
+    for rank in sorted(told):
+        for (stage, ranks), what in sorted(told[rank].items()):
+            for other in ranks:
+                theirs = told.get(other, {}).get((stage, ranks))
+                if theirs != what:
+                    raise InputError(_unlike(stage, rank, other, what, theirs))
+
+
+def _unlike(stage: int, rank: int, other: int, what: list[Any], theirs: list[Any] | None) -> str:
+    both = f"stage {stage}: ranks {rank} and {other} train it together"
+    if theirs is None:
+        return f"{both}, but share other parameters of it with other ranks; mesh= and replicated have to be alike"
+    at = next((at for at, pair in enumerate(zip(what, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return f"{both}, but hold {len(what)} and {len(theirs)} of its parameters and buffers"
+    one, two = (_told(*each[at]) for each in (what, theirs))
+    return f"{both}, but hold {one} and {two}"
+
+
+def _told(name: str, shape: tuple[int, ...], dtype: str, trained: bool) -> str:
+    return f"{name} {list(shape)} {dtype}{'' if trained else ' (not trained)'}"
