@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,13 +39,22 @@ Stages = Mapping[int, nn.Module] | Mapping[tuple[int, int], nn.Module]
 class StepResult:
     """What a step gave.
 
-    `loss`: mean over micro-batches, on every rank. `outputs`: an evaluation's, by micro-batch, on ranks with a last
-    stage. `run`: what this rank did and when.
+    `outputs`: an evaluation's, by micro-batch, on ranks with a last stage. `run`: what this rank did and when.
     """
 
-    loss: float
     outputs: dict[int, Any]
     run: Run
+    _total: Tensor  # (sum of losses, their number), summed over ranks once the work is done
+    _work: Any
+
+    @cached_property
+    def loss(self) -> float:
+        """The mean over micro-batches, on every rank; nan where there are none (an evaluation without targets).
+
+        Ranks sum it while they go on; the first look waits for the sum.
+        """
+        self._work.wait()
+        return float(self._total[0] / self._total[1])
 
 
 class Pipeline:
@@ -218,7 +228,7 @@ class Pipeline:
         earlier = self.shared.set_aside()
         run = self.executor.run(self.tasks, announce=feed.announce)
         self.shared.finish(earlier)
-        return StepResult(self._mean_loss(run), {}, run)
+        return self._result(run, {})
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Mapping[str, Any] | None = None
@@ -240,7 +250,7 @@ class Pipeline:
             microbatch: parts[0] if self.schedule.slices == 1 else join(parts, along(self.schedule))
             for microbatch, parts in slices.items()
         }
-        return StepResult(self._mean_loss(run), outputs, run)
+        return self._result(run, outputs)
 
     def _announce(self, feed: Feed) -> bool:
         """Have shapes changed since the last step on any rank?"""
@@ -254,13 +264,12 @@ class Pipeline:
         # every stage of a rank runs each micro-batch once; versions are stated by the tasks
         return dict(Counter(task.version for task in self.tasks if task.code in (Code.B, Code.BW)))
 
-    def _mean_loss(self, run: Run) -> float:
-        """The mean over all ranks' losses; nan where there are none (an evaluation without targets)."""
+    def _result(self, run: Run, outputs: dict[int, Any]) -> StepResult:
         total = torch.zeros(2, dtype=torch.float64)
-        for loss in run.losses.values():
-            total += torch.tensor([float(loss), 1.0], dtype=torch.float64)
-        dist.all_reduce(total, group=self.grid.whole)
-        return float(total[0] / total[1])
+        if run.losses:
+            total[0] = torch.stack([loss.double() for loss in run.losses.values()]).sum()
+            total[1] = len(run.losses)
+        return StepResult(outputs, run, total, dist.all_reduce(total, group=self.grid.whole, async_op=True))
 
     def _beside(self, task: Task) -> None:
         """What this rank does together with other holders of a stage."""
