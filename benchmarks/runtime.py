@@ -12,8 +12,10 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,11 +23,13 @@ import stageloom as sl
 from benchmarks.report import Table
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.workers import Pool, Seat
+from stageloom.op import Kind
 from stageloom.schedule import Schedule
 
-RANKS, WIDTH, ROWS = 4, 64, 8
+RANKS, WIDTH, ROWS, HIDDEN = 4, 64, 8, 48
 SHAPE = (ROWS, WIDTH)
 MOST_ALIVE = 0
+BEFORE: set[int] = set()  # alive when counting began
 
 
 class Block(nn.Module):
@@ -33,8 +37,8 @@ class Block(nn.Module):
 
     def __init__(self, count: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.second = nn.Linear(HIDDEN, WIDTH)
         self.count = count
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,16 +48,26 @@ class Block(nn.Module):
 
 
 def _count() -> None:
-    """Tensors of a boundary's shape with storage of their own; parameters and whole mini-batches have other shapes."""
     global MOST_ALIVE
+    MOST_ALIVE = max(MOST_ALIVE, len(_boundaries() - BEFORE))
+
+
+def _boundaries() -> set[int]:
+    """Tensors of a boundary's shape with storage of their own; parameters and whole mini-batches have other shapes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alive = {
+        return {
             thing.untyped_storage().data_ptr()
             for thing in gc.get_objects()
             if type(thing) is Tensor and tuple(thing.shape) == SHAPE
         }
-    MOST_ALIVE = max(MOST_ALIVE, len(alive))
+
+
+def _start_counting() -> None:
+    """From here on, without what earlier runs in this process have left."""
+    global MOST_ALIVE, BEFORE
+    gc.collect()
+    MOST_ALIVE, BEFORE = 0, _boundaries()
 
 
 @dataclass(frozen=True)
@@ -78,8 +92,7 @@ def _data(microbatches: int) -> tuple[Tensor, Tensor]:
 
 def ours(seat: Seat, schedule: Schedule, steps: int, count: bool) -> Measured:
     """This rank's share of training steps by Stageloom's runtime."""
-    global MOST_ALIVE
-    MOST_ALIVE = 0
+    _start_counting()
     torch.manual_seed(seat.rank)
     stages = {stage: Block(count) for stage in schedule.placement.stages_of[seat.rank][0]}
     pipeline = Pipeline(schedule, stages, _loss, group=seat.group)
@@ -92,8 +105,7 @@ def theirs(seat: Seat, name: str, microbatches: int, steps: int, count: bool, op
     """The same by PyTorch's runtime."""
     from torch.distributed import pipelining
 
-    global MOST_ALIVE
-    MOST_ALIVE = 0
+    _start_counting()
     torch.manual_seed(seat.rank)
     make = getattr(pipelining, name)
     per_rank = 2 if name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble") else 1
@@ -136,6 +148,12 @@ def _timed(step: Any, steps: int, ops: int, parameters: list[nn.Parameter]) -> M
     return Measured(wall, cpu, ops, MOST_ALIVE)
 
 
+def most_in_flight(schedule: Schedule) -> int:
+    """Most micro-batches, over all ranks, that have been forwarded through a stage and not ended by BW or W."""
+    step = np.select([schedule.kind == Kind.F, schedule.kind == Kind.B], [1, 0], -1)
+    return max(int(np.cumsum(step[low:high]).max()) for low, high in pairwise(schedule.offsets.tolist()))
+
+
 CASES = (
     ("gpipe", {"order": "in-order"}, "ScheduleGPipe"),
     ("1f1b", {}, "Schedule1F1B"),
@@ -173,16 +191,18 @@ def tables(runs: int) -> Iterator[Table]:
                         cpu * 1e6,
                         cpu_there * 1e6,
                         cpu_there / cpu,
+                        most_in_flight(schedule),
                         alive[0],
                         alive[1],
                     )
                 )
     columns = ("schedule", "micro-batches", "ms a step", "PyTorch", "ratio", "CPU us an op", "PyTorch", "ratio",
-               "boundary tensors", "PyTorch")  # fmt: skip
+               "in flight", "boundary tensors", "PyTorch")  # fmt: skip
     yield Table(
         f"One training step on {RANKS} Gloo processes, small stages",
         "Wall time: the best step of the slowest rank. CPU time: median over ranks of the mean a computing op. "
-        "Boundary tensors: alive on a rank at most, seen from within forwards, in a run of its own.",
+        "Boundary tensors: alive on a rank at most, seen from within forwards, in a run of its own; in flight: how many "
+        "the schedule itself needs.",
         columns,
         tuple(rows),
     )
