@@ -201,8 +201,8 @@ def tables(runs: int) -> Iterator[Table]:
     yield Table(
         f"One training step on {RANKS} Gloo processes, small stages",
         "Wall time: the best step of the slowest rank. CPU time: median over ranks of the mean a computing op. "
-        "Boundary tensors: alive on a rank at most, seen from within forwards, in a run of its own; in flight: how many "
-        "the schedule itself needs.",
+        "Boundary tensors: alive on a rank at most, seen from within forwards, in a run of its own; in flight: how "
+        "many the schedule itself needs.",
         columns,
         tuple(rows),
     )
