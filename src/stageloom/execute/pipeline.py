@@ -25,6 +25,7 @@ from stageloom.execute.replicas import Shared, Tied
 from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
 from stageloom.execute.stage import Feed, StageRunner
+from stageloom.execute.state import names_of
 from stageloom.execute.tasks import Task, forward_only, tasks_of
 from stageloom.execute.tree import join
 from stageloom.execute.versions import Versions
@@ -133,6 +134,7 @@ class Pipeline:
             self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite
         )
         self.signature: Any = None  # None: nothing that the other ranks know of
+        self.names = names_of(self.group, self.modules, tied)
         self.shared.equalise()
 
     # ----------------------------------------------------------------------------------------------- construction
@@ -297,8 +299,12 @@ class Pipeline:
         return self.shared.clip(max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of this rank's stages, under the names that their modules give it."""
-        state: dict[str, Tensor] = {}
-        for module in self.modules.values():
-            state.update(module.state_dict())
-        return state
+        """The state of this rank's stages, under the unsplit model's names (see `execute.state` for other stages)."""
+        return self.names.state(self.modules)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy into this rank's stages what `state` has of them: the unsplit model's, or what `state_dict` gave.
+
+        Raises InputError, and changes nothing, for a name that no stage has, one that is missing, or another shape.
+        """
+        self.names.load(self.modules, state)
