@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 import checkpoint_tasks as tasks
 from command import stageloom
 from stageloom.execute.checkpoint import newest

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stageloom.errors import InputError, ScheduleError
 from stageloom.execute.agreement import agree
 from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice
+from stageloom.execute.buffers import Buffers
 from stageloom.execute.executor import Executor, Net, Run
 from stageloom.execute.feeding import along, fill, same, signature
 from stageloom.execute.mesh import Mesh, grid_of
@@ -136,6 +137,7 @@ class Pipeline:
         self.signature: Any = None  # None: nothing that the other ranks know of
         self.names = names_of(self.group, self.modules, tied)
         self.shared.equalise()
+        self.buffers = Buffers(self.shared)
 
     # ----------------------------------------------------------------------------------------------- construction
 
@@ -228,8 +230,10 @@ class Pipeline:
             if runner.versions is not None:
                 runner.versions.begin(self._version_uses())
         earlier = self.shared.set_aside()
+        self.buffers.begin()
         run = self.executor.run(self.tasks, announce=feed.announce)
         self.shared.finish(earlier)
+        self.buffers.finish()
         return self._result(run, {})
 
     def evaluate(
@@ -243,8 +247,10 @@ class Pipeline:
         for runner in self.runners.values():
             runner.begin(feed)
         self.signature = None  # the shapes announced now are not those of the last step
+        self.buffers.begin()
         run = self.executor.run(forward_only(self.tasks), announce=True, backward=False)
         self.sharded.scatter()
+        self.buffers.finish()
         slices: dict[int, list[Any]] = {}
         for place, output in sorted(run.outputs.items(), key=lambda item: item[0]):
             slices.setdefault(place.microbatch, []).append(output)

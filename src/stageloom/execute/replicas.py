@@ -41,12 +41,13 @@ class _Tie:
 
 
 @dataclass
-class _Copies:
+class Copies:
     """Parameters of a stage that the same ranks hold: `of[n]` are those of this rank's n-th replica of the stage.
 
-    `group` is that of the holders, `source` the one whose values all start with; `buffers` start equal, too.
+    `group` is that of the holders, `source` the one whose values all start with; buffers of `part` start equal, too.
     """
 
+    part: Part
     group: Any
     source: int
     of: list[list[nn.Parameter]]
@@ -91,7 +92,7 @@ class Shared:
         agree_on_parts(self.grid, parts)
         for stage in sorted(self.sharded.stages):
             self.sharded.join(stage, self._group(self.grid.beside(self.holders[stage], self.grid.data)))
-        self.copies: dict[int, list[_Copies]] = {}
+        self.copies: dict[int, list[Copies]] = {}
         for part in parts:  # by all ranks in one order, so that all make the same groups
             if len(part.ranks) > 1 or len(part.replicas) > 1:
                 self.copies.setdefault(part.stage, []).append(self._copies(part))
@@ -115,7 +116,7 @@ class Shared:
                 found[key].names.append(name)
         return [found[key] for key in sorted(found)]
 
-    def _copies(self, part: Part) -> _Copies:
+    def _copies(self, part: Part) -> Copies:
         parameters: list[list[nn.Parameter]] = []
         buffers: list[list[Tensor]] = []
         for module in part.replicas:
@@ -125,7 +126,7 @@ class Shared:
             parameters.append([of[name] for name in part.names if name in of])
             others = dict(module.named_buffers())
             buffers.append([others[name] for name in part.names if name in others])
-        return _Copies(self._group(part.ranks), part.source, parameters, buffers)
+        return Copies(part, self._group(part.ranks), part.source, parameters, buffers)
 
     def _stages_of(self) -> dict[int, list[int]]:
         """The stages of each parameter that is one object in several stages here: it is summed with the last of them.
@@ -209,10 +210,10 @@ class Shared:
         for stage in sorted(self.copies):  # two ranks have to meet in one order
             for copies in self.copies[stage]:
                 for each in (*zip(*copies.of, strict=True), *zip(*copies.buffers, strict=True)):
-                    _spread(each[0], each[1:], copies.source, copies.group)
+                    spread(each[0], each[1:], copies.source, copies.group)
         for tie in self.ties:
             first = tie.first if tie.first is not None else tie.own[0]
-            _spread(first, [p for p in tie.own if p is not first], tie.source, tie.group)
+            spread(first, [p for p in tie.own if p is not first], tie.source, tie.group)
 
     # ----------------------------------------------------------------------------------------------------- a step
 
@@ -297,7 +298,8 @@ class Shared:
         return norm
 
 
-def _spread(first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
+def spread(first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
+    """Give `first`, and its copies on this rank, the value that the global rank `source` has."""
     value = local(first)
     if group is not None:
         sent = value.contiguous()

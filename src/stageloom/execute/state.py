@@ -83,23 +83,21 @@ def _shape(value: Any) -> str:
 
 def names_of(group: dist.ProcessGroup, modules: Modules, tied: Tied) -> Names:
     """Look at the names of all stages, on all ranks. Called by all ranks of the group."""
-    own: dict[int, list[str]] = {}
+    own: dict[int, list[tuple[str, bool]]] = {}
     seen: set[tuple[str, int]] = set()
     for (_, stage), module in modules.items():
         entries = [(name.replace(_COMPILED, ""), tensor) for name, tensor in module.state_dict(keep_vars=True).items()]
         # one tensor that two stages of a rank share is one entry
-        own.setdefault(stage, [name for name, tensor in entries if (name, id(tensor)) not in seen])
+        own.setdefault(stage, [(name, (name, id(tensor)) not in seen) for name, tensor in entries])
         seen.update((name, id(tensor)) for name, tensor in entries)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
-    by_stage: dict[int, list[str]] = {}
-    for theirs in everyone:
-        by_stage |= theirs
+    by_stage = {stage: names for theirs in everyone for stage, names in theirs.items()}
     one = {(stage, name): group[0] for group in tied for stage, name in group}  # members of a tie are one parameter
     owners: dict[str, set[tuple[int, str]]] = {}
     for stage, names in by_stage.items():
-        for name in names:
+        for name in (name for name, counts in names if counts):
             owners.setdefault(name, set()).add(one.get((stage, name), (stage, name)))
     qualified = any(len(stages) > 1 for stages in owners.values())
-    names = Names(qualified, frozenset())
-    return Names(qualified, frozenset(names.of(stage, name) for stage, own in by_stage.items() for name in own))
+    of = Names(qualified, frozenset()).of
+    return Names(qualified, frozenset(of(stage, name) for stage, names in by_stage.items() for name, _ in names))
