@@ -92,7 +92,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("recompute", [[]])
+@pytest.mark.parametrize("recompute", [[], [0, 1]])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_statistics_of_replicas_are_those_of_one_process(name: str, recompute: list[int], pool: Pool) -> None:
     """.. that runs the first path's micro-batches first, over three steps and an evaluation in training mode."""
