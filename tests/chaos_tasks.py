@@ -118,15 +118,24 @@ def train(
         on_task=on_task,
     )
     pipeline.executor.check_finite = check_finite
-    optimizer = optimizer_of(pipeline.parameters()) if schedule.synchronous else None
+    velocities: dict[Tensor, Tensor] = {}
     losses: list[float] = []
     for step in range(steps):  # on_task reads it
         losses.append(pipeline.step(*toy.data(schedule.microbatches, step)).loss)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+        if schedule.synchronous:
+            descend(pipeline.parameters(), velocities)
     weights = {f"{key} {name}": value for key, m in modules.items() for name, value in m.state_dict().items()}
     return losses, weights
+
+
+def descend(parameters: list[Any], velocities: dict[Tensor, Tensor]) -> None:
+    """Gradient descent with momentum. (torch.optim takes a second to import, in each worker that follows a fault.)"""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            velocity = velocities.setdefault(parameter, torch.zeros_like(parameter))
+            velocity.mul_(0.9).add_(parameter.grad)
+            parameter.data.sub_(velocity, alpha=RATE)
+            parameter.grad = None
 
 
 def spoil(pipeline: Pipeline, modules: dict[tuple[int, int], Fragile], fault: Fault) -> None:
