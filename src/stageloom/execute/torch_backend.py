@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError, ScheduleError, StageloomError
-from stageloom.execute.arguments import group_of
+from stageloom.execute.mesh import grid_of
 from stageloom.op import Kind
 from stageloom.schedule import Schedule
 from stageloom.validate import problems
@@ -91,7 +91,7 @@ class TorchPipeline:
         if reason is not None:
             raise ScheduleError(f"{schedule.name} cannot run on PyTorch's runtime: {reason}")
         self.schedule = schedule
-        self.group = group_of(group, schedule)
+        self.group = grid_of(None, group, schedule).pipeline
         own = schedule.placement.stages_of[dist.get_rank(self.group)][0]
         if sorted(stages) != list(own):
             raise InputError(f"stages: are given for {sorted(stages)}; {schedule.name} puts {list(own)} on this rank")
