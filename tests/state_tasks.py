@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import toy
 from stageloom.errors import InputError, StageloomError
@@ -128,29 +129,42 @@ def order_of(schedule: Schedule) -> list[int]:
     return sorted(range(schedule.microbatches), key=lambda m: (int(schedule.path_of[m]), m))
 
 
-def whole_statistics(schedule: Schedule, steps: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """One process: gradients, and the buffers of all stages after so many steps and an evaluation in training mode."""
+def whole_statistics(
+    schedule: Schedule, steps: int, copies: int = 1
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """One process: gradients, and the buffers of all stages after so many steps and an evaluation in training mode.
+
+    It runs the micro-batches of one data parallel copy of the pipeline after those of another.
+    """
     modules = [normed(number) for number in range(schedule.stages)]
+    count = schedule.microbatches * copies
     for step in range(steps + 1):
-        inputs, targets = (part.chunk(schedule.microbatches) for part in toy.data(schedule.microbatches, step))
-        for m in order_of(schedule):
+        inputs, targets = (part.chunk(count) for part in toy.data(count, step))
+        for m in (copy * schedule.microbatches + m for copy in range(copies) for m in order_of(schedule)):
             x = inputs[m]
             for module in modules:
                 x = module(x)
             if step < steps:
-                (toy.loss(x, targets[m]) / schedule.microbatches).backward()
+                (toy.loss(x, targets[m]) / count).backward()
     gradients = [{name: p.grad for name, p in module.named_parameters() if p.grad is not None} for module in modules]
     return gradients, [dict(module.named_buffers()) for module in modules]
 
 
-def statistics(seat: Any, schedule: Schedule, steps: int, options: dict[str, Any]) -> Any:
+def statistics(seat: Any, schedule: Schedule, steps: int, options: dict[str, Any], copies: int = 1) -> Any:
     """The same on this rank: (path, stage), gradients and buffers of each of its stages."""
-    own = schedule.placement.stages_of[seat.rank]
+    rank, number = seat.rank, 0
+    if copies > 1:
+        mesh = init_device_mesh("cpu", (copies, schedule.ranks), mesh_dim_names=("dp", "pp"))
+        rank, number = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+        options = options | {"mesh": mesh}
+    else:
+        options = options | {"group": seat.group}
+    own = schedule.placement.stages_of[rank]
     modules = {(path, n): normed(n) for path, of in enumerate(own) for n in of}
-    pipeline = Pipeline(schedule, modules, toy.loss, group=seat.group, on_task=doing, **options)
-    for step in range(steps):
-        pipeline.step(*toy.data(schedule.microbatches, step))
-    pipeline.evaluate(*toy.data(schedule.microbatches, steps))
+    pipeline = Pipeline(schedule, modules, toy.loss, on_task=doing, **options)
+    for step in range(steps + 1):
+        inputs, targets = (part.chunk(copies)[number] for part in toy.data(schedule.microbatches * copies, step))
+        (pipeline.step if step < steps else pipeline.evaluate)(inputs, targets)
     return [
         (key, {name: p.grad for name, p in module.named_parameters()}, dict(module.named_buffers()))
         for key, module in modules.items()

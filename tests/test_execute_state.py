@@ -92,14 +92,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("recompute", [[], [0, 1]])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_statistics_of_replicas_are_those_of_one_process(name: str, recompute: list[int], pool: Pool) -> None:
-    """.. that runs the first path's micro-batches first, over three steps and an evaluation in training mode."""
-    schedule = SCHEDULES[name]()
-    gradients, buffers = tasks.whole_statistics(schedule, 3)
+def check_statistics(pool: Pool, schedule: Schedule, options: dict[str, Any], copies: int = 1) -> None:
+    gradients, buffers = tasks.whole_statistics(schedule, 3, copies)
     found: dict[int, list[Any]] = {}
-    for result in pool.run(tasks.statistics, schedule, 3, {"recompute": recompute, "split": "fused"}):
+    for result in pool.run(tasks.statistics, schedule, 3, options, copies, size=schedule.ranks * copies):
         for (_, stage), mine, own in result:
             found.setdefault(stage, []).append(own)
             for key, wanted in gradients[stage].items():
@@ -109,11 +105,26 @@ def test_statistics_of_replicas_are_those_of_one_process(name: str, recompute: l
                     got, wanted = own[f"{norm}.{what}"], buffers[stage][f"{norm}.{what}"]
                     assert torch.allclose(got, wanted, rtol=0, atol=1e-10), (stage, norm, what, got, wanted)
     for stage, replicas in found.items():
-        assert len(replicas) == len(schedule.placement.paths), stage
+        assert len(replicas) == len(schedule.placement.paths) * copies, stage
         for other in replicas[1:]:  # of other buffers it is known that they are equal
             assert other.keys() == replicas[0].keys()
             for key in ("seen", "largest"):
                 assert torch.equal(other[key], replicas[0][key]), (stage, key)
+
+
+@pytest.mark.parametrize("recompute", [[], [0, 1]])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_statistics_of_replicas_are_those_of_one_process(name: str, recompute: list[int], pool: Pool) -> None:
+    """.. that runs the first path's micro-batches first, over three steps and an evaluation in training mode."""
+    check_statistics(pool, SCHEDULES[name](), {"recompute": recompute, "split": "fused"})
+
+
+def test_statistics_of_data_parallel_pipelines_are_those_of_one_process(pool: Pool) -> None:
+    """.. that runs the first pipeline's micro-batches first, and within those the first path's."""
+    text = "stageloom schedule 1\nname: two replicas on one rank\nranks: 1\nmicrobatches: 3\npath: 0 0\npath: 0 0\n"
+    text += "paths of micro-batches: 1*1 0*2\nrank 0: " + " ".join(f"F{m}@0 F{m}@1 BW{m}@1 BW{m}@0" for m in range(3))
+    for schedule in (sl.build("gpipe", 1, 2), sl.loads(f"{text}\n")):
+        check_statistics(pool, schedule, {}, copies=2)
 
 
 def test_other_buffers_are_those_of_the_first_path(pool: Pool) -> None:
