@@ -56,9 +56,9 @@ def random_placement(random: Random) -> Placement:
     return Placement(ranks, tuple(tuple(random.randrange(ranks) for _ in range(stages)) for _ in range(paths)))
 
 
-def random_schedule(random: Random) -> Schedule:
+def random_schedule(random: Random, placement: Placement | None = None) -> Schedule:
     """Ops in a random order that keeps every wait, some of them overlapped: always sound."""
-    placement = random_placement(random)
+    placement = placement or random_placement(random)
     microbatches = random.randint(1, 4)
     path_of = [random.randrange(len(placement.paths)) for _ in range(microbatches)]
     slices = random.choice([1, 1, 2, 3])

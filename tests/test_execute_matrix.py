@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import stageloom as sl
+from random_schedules import random_schedule
 from stageloom.execute.workers import Failure, Pool
+from stageloom.placement import Placement, loop, zigzag
 from stageloom.schedule import Schedule
 from stageloom.schedules import Record, records
-from toy import compare, emulate, reference, train_asynchronously
+from toy import LENGTH, ROWS, compare, emulate, reference, train_asynchronously
 
 pytestmark = pytest.mark.torch
 LARGEST = 8
@@ -80,35 +85,144 @@ def test_more_chunks_waves_and_slices(pool: Pool) -> None:
         check(pool, sl.build(name, 3, 5, **options))
 
 
+def relabelled(schedule: Schedule, order: list[int]) -> Schedule:
+    """The same schedule with micro-batch m called order[m]; its path goes with it."""
+    numbers = np.array(order, dtype=np.int32)
+    path_of = np.empty_like(schedule.path_of)
+    path_of[numbers] = schedule.path_of
+    return replace(schedule, microbatch=numbers[schedule.microbatch], path_of=path_of)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "dualpipe", "chimera", "interleaved-zb"])
+def test_micro_batches_in_another_order(name: str, pool: Pool) -> None:
+    """Last first, and shuffled: no stage runs them in the order of their numbers."""
+    plain = sl.build(name, 4, 8)
+    for order in (list(range(8))[::-1], Random(name).sample(range(8), 8)):
+        schedule = relabelled(plain, order)
+        assert sl.problems(schedule) == []
+        check(pool, schedule)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_micro_batches_in_another_order_on_each_rank(seed: int, pool: Pool) -> None:
+    """Where all forwards come first, every rank may take them in an order of its own, and so the backwards."""
+    random, ranks, count = Random(seed), 4, 5
+    backwards = ("BW{0}",) if seed % 2 else ("B{0}", "W{0}")
+    lines = []
+    for rank in range(ranks):
+        ops = [f"F{m}" for m in random.sample(range(count), count)]
+        ops += [kind.format(m) for m in random.sample(range(count), count) for kind in backwards]
+        lines.append(f"rank {rank}: {' '.join(ops)}")
+    check(pool, written(f"ranks: {ranks}\nmicrobatches: {count}\npath: 0 1 2 3\n" + "\n".join(lines)))
+
+
+PLACEMENTS = {
+    "several stages on some ranks": Placement(3, ((0, 0, 1, 2, 2),)),
+    "not in the order of ranks": Placement(3, ((2, 0, 1),)),
+    "here and there": Placement(4, ((0, 3, 3, 1, 0, 2),)),
+    "an idle rank": Placement(3, ((0, 2, 0),)),
+    "half a wave more": zigzag(3, 3),
+    "three waves": zigzag(2, 6),
+    "a loop of one": loop(1, 3),
+    "two paths in one direction": Placement(3, ((0, 1, 2), (1, 2, 0))),
+    "a path on one rank": Placement(3, ((0, 1, 2), (1, 1, 1))),
+    "three paths": Placement(2, ((0, 1, 0), (1, 1, 0), (0, 0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_uneven_and_wave_placements(name: str, pool: Pool) -> None:
+    """Each in three random orders that keep every wait: whole and split backwards, overlapped pairs, slices."""
+    for seed in range(3):
+        schedule = random_schedule(Random(f"{name} {seed}"), PLACEMENTS[name])
+        if schedule.slices == 1 or (LENGTH if schedule.cut == "sequence" else ROWS) % schedule.slices == 0:
+            check(pool, schedule)
+
+
+def test_random_orders_on_random_placements(pool: Pool) -> None:
+    ran = 0
+    for seed in range(30):
+        schedule = random_schedule(Random(seed))
+        if schedule.slices == 1 or (LENGTH if schedule.cut == "sequence" else ROWS) % schedule.slices == 0:
+            check(pool, schedule)
+            ran += 1
+    assert ran >= 20
+
+
+def written(text: str) -> Schedule:
+    schedule = sl.loads(f"stageloom schedule 1\nname: by hand\n{text}\n")
+    assert sl.problems(schedule) == []
+    return schedule
+
+
 HAND = {
-    # the last stage forwards out of order, and backwards in yet another one
-    "permuted": """
+    "last stage forwards and backwards out of order": """
+        ranks: 2
+        microbatches: 4
+        path: 0 1
         rank 0: F0 F1 F2 F3 B2 B0 W2 B3 B1 W0 W1 W3
         rank 1: F2 F0 BW2 F3 BW0 BW3 F1 BW1
     """,
-    # three stages on two ranks, one of them twice
-    "uneven": """
+    "three stages on two ranks": """
+        ranks: 2
+        microbatches: 3
         path: 0 1 0
         rank 0: F0@0 F1@0 F0@2 BW0@2 F2@0 F1@2 BW1@2 BW0@0 F2@2 B2@2 BW1@0 W2@2 BW2@0
         rank 1: F0 F1 BW0 F2 BW1 BW2
     """,
-    # all weight gradients at the very end
-    "late": """
+    "weight gradients at the very end": """
+        ranks: 2
+        microbatches: 3
+        path: 0 1
         rank 0: F0 F1 F2 B0 B1 B2 W0 W1 W2
         rank 1: F0 B0 F1 B1 F2 B2 W2 W0 W1
+    """,
+    "overlapped pairs of all kinds": """
+        ranks: 2
+        microbatches: 4
+        path: 0 1
+        rank 0: F0 F1&F2 BW0&F3 B1 B2&W1 W2&BW3
+        rank 1: F0 BW0&F1 BW1 F2&F3 B3&B2 W2&W3
+    """,
+    "two paths, one op at a time": """
+        ranks: 2
+        microbatches: 4
+        path: 0 1
+        path: 1 0
+        paths of micro-batches: 0*2 1*2
+        rank 0: F0 F2 B2 F1 BW0 F3 W2 BW3 BW1
+        rank 1: F2 F0 BW0 F3 BW2 F1 B1 BW3 W1
+    """,
+    "slices of a sequence": """
+        ranks: 2
+        microbatches: 2
+        slices: 2 sequence
+        path: 0 1
+        rank 0: F0.0 F0.1 F1.0 F1.1 BW0.1 BW0.0 BW1.1 BW1.0
+        rank 1: F0.0 F0.1 BW0.1 F1.0 BW0.0 F1.1 B1.1 B1.0 W1.1 W1.0
+    """,
+    "slices of a batch, in any order": """
+        ranks: 2
+        microbatches: 2
+        slices: 2 batch
+        path: 0 1
+        rank 0: F1.1 F0.0 F0.1 F1.0 BW0.0 BW1.1 BW1.0 BW0.1
+        rank 1: F0.0 BW0.0 F1.1 F0.1 BW1.1 F1.0 BW1.0 BW0.1
+    """,
+    "a rank without a stage": """
+        ranks: 3
+        microbatches: 2
+        path: 0 2
+        rank 0: F0 F1 BW0 BW1
+        rank 1:
+        rank 2: F0 BW0 F1 BW1
     """,
 }
 
 
 @pytest.mark.parametrize("name", HAND)
 def test_orders_written_by_hand(name: str, pool: Pool) -> None:
-    lines = [line.strip() for line in HAND[name].strip().splitlines()]
-    path = [] if any(line.startswith("path") for line in lines) else ["path: 0 1"]
-    count = 4 if name == "permuted" else 3
-    head = ["stageloom schedule 1", f"name: {name}", "ranks: 2", f"microbatches: {count}", *path]
-    schedule = sl.loads("\n".join(head + lines) + "\n")
-    assert sl.problems(schedule) == []
-    check(pool, schedule)
+    check(pool, written("\n".join(line.strip() for line in HAND[name].strip().splitlines())))
 
 
 def test_an_unsound_order_is_refused_before_it_runs(pool: Pool) -> None:

@@ -54,15 +54,24 @@ def data(microbatches: int, step: int, dtype: torch.dtype = torch.float64) -> tu
 
 @cache
 def reference(
-    stages: int, microbatches: int, steps: int, dtype: torch.dtype = torch.float64, rate: float = 0.1
+    stages: int,
+    microbatches: int,
+    steps: int,
+    dtype: torch.dtype = torch.float64,
+    rate: float = 0.1,
+    add_up: bool = False,
 ) -> tuple[list[float], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """One process, no pipeline: losses of every step, gradients of the last step and the weights after it, by stage."""
+    """One process, no pipeline: losses of every step, gradients of the last step and the weights after it, by stage.
+
+    With `add_up` the gradients of all steps are added up, and no weight changes.
+    """
     modules = [stage(number, dtype) for number in range(stages)]
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=rate, momentum=0.9)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     for step in range(steps):
-        optimizer.zero_grad()
+        if not add_up:
+            optimizer.zero_grad()
         inputs, targets = data(microbatches, step, dtype)
         total = torch.zeros((), dtype=dtype)
         for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
@@ -72,7 +81,8 @@ def reference(
         total.backward()
         losses.append(float(total.detach()))
         gradients = [{name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None} for m in modules]
-        optimizer.step()
+        if not add_up:
+            optimizer.step()
     return losses, gradients, [dict(m.state_dict()) for m in modules]
 
 

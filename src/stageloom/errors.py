@@ -4,6 +4,7 @@
     ├── InputError            a value, file or command line that cannot be used: what, where, what would be right
     │   └── ConstraintError   a schedule that cannot be built at these ranks / micro-batches / chunks
     ├── ScheduleError         a schedule that cannot run (carries the validator's problems)
+    ├── RankError             what one rank of several failed at, told on all of them
     └── MissingExtra          a feature whose optional dependency is not installed
 
 The command line turns any of them into one message and exit status 2.
@@ -38,6 +39,18 @@ class ScheduleError(StageloomError):
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
+
+
+class RankError(StageloomError):
+    """A failure of one rank that all ranks raise together. `rank` is whose it is, `here` whether it is this one's."""
+
+    def __init__(self, message: str, rank: int, here: bool) -> None:
+        super().__init__(message, rank, here)  # all of them, so that it can be pickled
+        self.rank = rank
+        self.here = here
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class MissingExtra(StageloomError):

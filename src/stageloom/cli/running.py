@@ -215,10 +215,13 @@ def run(
     if checkpoint is not None and not value.synchronous:
         raise InputError(f"{value.name} is asynchronous: its optimisers live in the stages and are not checkpointed")
     work = _work(value, layers, width, context, size, seed, steps=steps, rate=rate)
+    from stageloom.execute.checkpoint import refuse_another_run
     from stageloom.execute.measure import measured_costs, timeline_of
     from stageloom.execute.training import train
     from stageloom.execute.workers import launch
 
+    if checkpoint is not None and not resume:
+        refuse_another_run(checkpoint)
     folder = None if checkpoint is None else str(checkpoint)
     trained = launch(train, value.ranks, work, folder, every, resume, not as_json, timeout=timeout)
     if not trained[0].losses:

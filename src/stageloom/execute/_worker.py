@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stageloom.errors import RankError
+
 if sys.platform == "linux":
     import fcntl
 
@@ -213,6 +215,8 @@ def one_line(error: BaseException) -> str:
 def _is_second_hand(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
+        if isinstance(error, RankError):
+            return not error.here
         if _SECOND_HAND.search(one_line(error)):
             return True
         seen.add(id(error))

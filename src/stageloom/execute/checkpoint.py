@@ -1,35 +1,73 @@
 """Checkpoints under the unsplit model's names, written whole or not at all.
 
 A checkpoint is a folder `step-N` made by torch.distributed.checkpoint: weights as `model.NAME`, optimiser state as
-`optimizer.NAME.KEY`. Names do not depend on the schedule, so it can be read under another one, on other ranks. It is
-written beside its place and renamed when all ranks are done; a kill or a full disk leaves the one before as it was.
+`optimizer.NAME.KEY`. Names do not depend on the schedule, so it can be read under another one, on other ranks. One run
+at a time writes in a folder.
+
+Whenever a save ends, killed or failed, one whole checkpoint is there, the new one or that before it. It is written in
+`.step-N.partial`, brought to the disk, and then renamed; what has to make way is renamed before it is deleted:
+
+    .step-N.partial   being written; nothing yet
+    .step-N.before    whole: a checkpoint of the same step as the one that takes its place; counts while that is missing
+    .step-N.gone      being deleted
+
+What a killed save leaves of these is cleared away by the next save or load.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false
 # (torch leaks unknown types)
 from __future__ import annotations
 
 import os
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stageloom.errors import InputError
+from stageloom.errors import InputError, RankError, StageloomError
 from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.workers import one_line
 
-NAME = re.compile(r"step-(\d{8})")
+T = TypeVar("T")
+
+_WHOLE = re.compile(r"step-(\d{8})|\.step-(\d{8})\.before")
+_LEFT_OVER = re.compile(r"\.(step-\d{8})\.(partial|before|gone)")
+
+
+def newest(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint in a folder, or None."""
+    if not folder.is_dir():
+        return None
+    steps = [int(found[1] or found[2]) for path in folder.iterdir() if (found := _WHOLE.fullmatch(path.name))]
+    return max(steps, default=None)
+
+
+def refuse_another_run(folder: Path) -> None:
+    """Raise InputError where a run that starts anew would write beside the checkpoints of another."""
+    step = newest(folder)
+    if step is not None:
+        raise InputError(
+            f"--checkpoint {folder}: holds a checkpoint of step {step} already; add --resume to go on from it, or give "
+            "another folder"
+        )
 
 
 class Checkpoint:
-    """Checkpoints of one run, in a folder; the newest whole one counts."""
+    """Checkpoints of one run, in a folder; the newest whole one counts.
+
+    Raises RankError on all ranks where one of them fails, and names that rank and the cause.
+    """
 
     def __init__(self, folder: str, group: dist.ProcessGroup) -> None:
         self.folder = Path(folder)
@@ -38,54 +76,172 @@ class Checkpoint:
 
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint, or None."""
-        if not self.folder.is_dir():
-            return None
-        steps = [int(found[1]) for path in self.folder.iterdir() if (found := NAME.fullmatch(path.name))]
-        return max(steps, default=None)
+        return newest(self.folder)
 
     def save(self, step: int, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
         """Write the checkpoint of a step; the ones before it go when it is whole."""
-        target = self.folder / f"step-{step:08d}"
+        what = f"the checkpoint of step {step} cannot be written"
         partial = self.folder / f".step-{step:08d}.partial"
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-        dist.barrier(self.group)
-        save(_state(pipeline, optimizer), checkpoint_id=str(partial), process_group=self.group)
-        dist.barrier(self.group)
-        if self.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
-            for old in self.folder.iterdir():
-                found = NAME.fullmatch(old.name)
-                if found and int(found[1]) < step:
-                    shutil.rmtree(old, ignore_errors=True)
-        dist.barrier(self.group)
+        self._together(what, lambda: self._on_first(lambda: self._clear(make=True)))
+        state = self._together(what, lambda: _state(pipeline, optimizer))
+        try:
+            save(state, storage_writer=_Writer(str(partial)), process_group=self.group)
+        except CheckpointException as error:
+            failure = self._failure(what, error)
+            self._on_first(lambda: shutil.rmtree(partial, ignore_errors=True))  # a full disk needs the space
+            raise failure from None
+        self._together(what, lambda: self._on_first(lambda: self._publish(step, partial)))
 
     def load(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> int:
         """Read the newest checkpoint into the pipeline and optimiser; the step it was made after, 0 without one."""
-        step = self.newest()
+        what = f"{self.folder}: no checkpoint can be read"
+        self._together(what, lambda: self._on_first(lambda: self._clear(make=False)))
+        step = self._together(what, self.newest)
         if step is None:
             return 0
+        path = self.folder / f"step-{step:08d}"
+        what = f"{path}: is damaged, or of another model"
+        self._together(what, lambda: self._on_first(lambda: _require_file(path / ".metadata")))
         if optimizer is not None:
             _materialise(optimizer)
-        state = _state(pipeline, optimizer)
+        state = self._together(what, lambda: _state(pipeline, optimizer))
         try:
-            load(state, checkpoint_id=str(self.folder / f"step-{step:08d}"), process_group=self.group)
+            load(state, checkpoint_id=str(path), process_group=self.group)
         except CheckpointException as error:
-            raise InputError(f"{self.folder}/step-{step:08d}: does not fit this model: {error}") from None
+            raise self._failure(what, error) from None
         return step
+
+    # --------------------------------------------------------------------------------------------- folders and names
+
+    def _clear(self, *, make: bool) -> None:
+        """Put right what a killed save has left."""
+        if make:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        elif not self.folder.is_dir():
+            return
+        for path in sorted(self.folder.iterdir()):
+            found = _LEFT_OVER.fullmatch(path.name)
+            if found and found[2] == "before" and not (self.folder / found[1]).exists():
+                os.rename(path, self.folder / found[1])
+            elif found:
+                _delete(path)
+
+    def _publish(self, step: int, partial: Path) -> None:
+        """Make the written folder the newest checkpoint, and delete those before it."""
+        target = self.folder / f"step-{step:08d}"
+        before = self.folder / f".step-{step:08d}.before"
+        _to_disk(partial)
+        if target.exists():
+            os.rename(target, before)
+        os.replace(partial, target)
+        _to_disk(self.folder)
+        for path in sorted(self.folder.iterdir()):
+            found = _WHOLE.fullmatch(path.name)
+            if path == before or (found and int(found[1] or found[2]) < step):
+                _delete(path)
+
+    # ------------------------------------------------------------------------------------------------ with all ranks
+
+    def _on_first(self, act: Callable[[], None]) -> None:
+        if self.rank == 0:
+            act()
+
+    def _together(self, what: str, act: Callable[[], T]) -> T:
+        """What `act` returns, once all ranks have run it; where one fails, all raise RankError."""
+        value, problem = None, None
+        try:
+            value = act()
+        except Exception as error:
+            problem = one_line(_innermost(error))
+        problems: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(problems, problem, group=self.group)
+        failed = {rank: each for rank, each in enumerate(problems) if each is not None}
+        if failed:
+            raise self._error(what, failed)
+        return value  # type: ignore[return-value]
+
+    def _failure(self, what: str, error: CheckpointException) -> RankError:
+        """The failure that torch tells all ranks of; those on the way to it are left out."""
+        return self._error(what, {rank: _told(cause) for rank, (cause, _) in error.failures.items()})
+
+    def _error(self, what: str, failed: dict[int, str]) -> RankError:
+        rank = self.rank if self.rank in failed else min(failed)
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return RankError(f"{what}: rank {rank}{more}: {failed[rank]}", rank, rank == self.rank)
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer; where it fails, it says what failed at the bottom, not at each of the layers above."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        return _saying_why(super().write_data, *args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        _saying_why(super().finish, *args, **kwargs)
+
+
+class _Cause(StageloomError):
+    """The innermost cause of a failed write, as text: on its way to other ranks an error loses what it came from."""
+
+
+def _saying_why(act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    try:
+        return act(*args, **kwargs)
+    except Exception as error:
+        raise _Cause(one_line(_innermost(error))) from None
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, _Cause) else one_line(_innermost(error))
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first of a chain of errors; if the system refused something, that."""
+    chain = [error]
+    while not isinstance(chain[-1], StageloomError):  # those are meant for the user as they are
+        last = chain[-1]
+        below = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if below is None or below in chain:
+            break
+        chain.append(below)
+    return next((each for each in reversed(chain) if isinstance(each, OSError)), chain[-1])
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, which stops being a checkpoint first. One that cannot be deleted is in nobody's way."""
+    with suppress(OSError):
+        if not path.name.startswith("."):
+            path = path.rename(path.with_name(f".{path.name}.gone"))
+        shutil.rmtree(path)
+
+
+def _require_file(path: Path) -> None:
+    path.open("rb").close()
+
+
+def _to_disk(folder: Path) -> None:
+    """Names in a folder are on the disk after this (their contents: when they were written)."""
+    if os.name == "nt":  # has no such call for folders
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+# -------------------------------------------------------------------------------------------------------- the contents
 
 
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Live tensors by name: weights, and the optimiser's state of every parameter."""
-    state: dict[str, Any] = {}
-    for module in pipeline.modules.values():
-        state.update({f"model.{name}": tensor for name, tensor in module.state_dict().items()})
-        for name, parameter in module.named_parameters():
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in pipeline.state_dict().items()}
+    for (_, stage), module in pipeline.modules.items():
+        for own, parameter in module.named_parameters():
+            name = pipeline.names.of(stage, own)
             for key, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
                 if isinstance(value, torch.Tensor):
-                    state[f"optimizer.{name}.{key}"] = value
+                    state.setdefault(f"optimizer.{name}.{key}", value)
     return state
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stageloom.errors import InputError, ScheduleError
 from stageloom.execute.agreement import agree
 from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice
+from stageloom.execute.buffers import Buffers
 from stageloom.execute.executor import Executor, Net, Run
 from stageloom.execute.feeding import along, fill, same, signature
 from stageloom.execute.mesh import Mesh, grid_of
@@ -25,6 +26,7 @@ from stageloom.execute.replicas import Shared, Tied
 from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
 from stageloom.execute.stage import Feed, StageRunner
+from stageloom.execute.state import names_of
 from stageloom.execute.tasks import Task, forward_only, tasks_of
 from stageloom.execute.tree import join
 from stageloom.execute.versions import Versions
@@ -133,7 +135,9 @@ class Pipeline:
             self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite
         )
         self.signature: Any = None  # None: nothing that the other ranks know of
+        self.names = names_of(self.group, self.modules, tied)
         self.shared.equalise()
+        self.buffers = Buffers(self.shared)
 
     # ----------------------------------------------------------------------------------------------- construction
 
@@ -226,8 +230,10 @@ class Pipeline:
             if runner.versions is not None:
                 runner.versions.begin(self._version_uses())
         earlier = self.shared.set_aside()
+        self.buffers.begin()
         run = self.executor.run(self.tasks, announce=feed.announce)
         self.shared.finish(earlier)
+        self.buffers.finish()
         return self._result(run, {})
 
     def evaluate(
@@ -241,8 +247,10 @@ class Pipeline:
         for runner in self.runners.values():
             runner.begin(feed)
         self.signature = None  # the shapes announced now are not those of the last step
+        self.buffers.begin()
         run = self.executor.run(forward_only(self.tasks), announce=True, backward=False)
         self.sharded.scatter()
+        self.buffers.finish()
         slices: dict[int, list[Any]] = {}
         for place, output in sorted(run.outputs.items(), key=lambda item: item[0]):
             slices.setdefault(place.microbatch, []).append(output)
@@ -297,8 +305,12 @@ class Pipeline:
         return self.shared.clip(max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of this rank's stages, under the names that their modules give it."""
-        state: dict[str, Tensor] = {}
-        for module in self.modules.values():
-            state.update(module.state_dict())
-        return state
+        """The state of this rank's stages, under the unsplit model's names (see `execute.state` for other stages)."""
+        return self.names.state(self.modules)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy into this rank's stages what `state` has of them: the unsplit model's, or what `state_dict` gave.
+
+        Raises InputError, and changes nothing, for a name that no stage has, one that is missing, or another shape.
+        """
+        self.names.load(self.modules, state)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.agreement import Part, agree_on_parts
+from stageloom.execute.groups import make_groups
 from stageloom.execute.mesh import Grid, give_gradient, gradient_of, local, shards_of
 from stageloom.execute.sharded import Modules, Sharded
 from stageloom.schedule import Schedule
@@ -41,12 +42,13 @@ class _Tie:
 
 
 @dataclass
-class _Copies:
+class Copies:
     """Parameters of a stage that the same ranks hold: `of[n]` are those of this rank's n-th replica of the stage.
 
-    `group` is that of the holders, `source` the one whose values all start with; `buffers` start equal, too.
+    `group` is that of the holders, `source` the one whose values all start with; buffers of `part` start equal, too.
     """
 
+    part: Part
     group: Any
     source: int
     of: list[list[nn.Parameter]]
@@ -89,9 +91,12 @@ class Shared:
         self.holders = {stage: tuple(sorted(set(ranks))) for stage, ranks in enumerate(table)}
         parts = self._parts()
         agree_on_parts(self.grid, parts)
-        for stage in sorted(self.sharded.stages):
-            self.sharded.join(stage, self._group(self.grid.beside(self.holders[stage], self.grid.data)))
-        self.copies: dict[int, list[_Copies]] = {}
+        shards = {stage: self.grid.beside(self.holders[stage], self.grid.data) for stage in sorted(self.sharded.stages)}
+        ties = [self.grid.beside(self._tied_ranks(members), ()) for members in self.tied]
+        self._groups = make_groups([*shards.values(), *(part.ranks for part in parts), *ties], self.grid.whole)
+        for stage, holders in shards.items():
+            self.sharded.join(stage, self._groups.get(holders))
+        self.copies: dict[int, list[Copies]] = {}
         for part in parts:  # by all ranks in one order, so that all make the same groups
             if len(part.ranks) > 1 or len(part.replicas) > 1:
                 self.copies.setdefault(part.stage, []).append(self._copies(part))
@@ -115,7 +120,7 @@ class Shared:
                 found[key].names.append(name)
         return [found[key] for key in sorted(found)]
 
-    def _copies(self, part: Part) -> _Copies:
+    def _copies(self, part: Part) -> Copies:
         parameters: list[list[nn.Parameter]] = []
         buffers: list[list[Tensor]] = []
         for module in part.replicas:
@@ -125,7 +130,7 @@ class Shared:
             parameters.append([of[name] for name in part.names if name in of])
             others = dict(module.named_buffers())
             buffers.append([others[name] for name in part.names if name in others])
-        return _Copies(self._group(part.ranks), part.source, parameters, buffers)
+        return Copies(part, self._groups.get(part.ranks), part.source, parameters, buffers)
 
     def _stages_of(self) -> dict[int, list[int]]:
         """The stages of each parameter that is one object in several stages here: it is summed with the last of them.
@@ -163,16 +168,12 @@ class Shared:
                     raise InputError(f"tied: {member} is named twice")
                 seen.add(member)
 
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of these global ranks; None for a single rank, or on ranks outside."""
-        if ranks not in self._groups:
-            here = dist.get_rank() in ranks and len(ranks) > 1
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if here else None
-        return self._groups[ranks]
+    def _tied_ranks(self, members: Sequence[tuple[int, str]]) -> tuple[int, ...]:
+        return tuple(sorted({rank for stage, _ in members for rank in self.holders[stage]}))
 
     def _tie(self, members: Sequence[tuple[int, str]]) -> _Tie | None:
-        ranks = tuple(sorted({rank for stage, _ in members for rank in self.holders[stage]}))
-        group = self._group(self.grid.beside(ranks, ()))
+        ranks = self._tied_ranks(members)
+        group = self._groups.get(self.grid.beside(ranks, ()))
         if self.rank not in ranks:
             return None
         source = self.grid.beside((self.schedule.placement.paths[0][members[0][0]],), ())[0]
@@ -209,10 +210,10 @@ class Shared:
         for stage in sorted(self.copies):  # two ranks have to meet in one order
             for copies in self.copies[stage]:
                 for each in (*zip(*copies.of, strict=True), *zip(*copies.buffers, strict=True)):
-                    _spread(each[0], each[1:], copies.source, copies.group)
+                    spread(each[0], each[1:], copies.source, copies.group)
         for tie in self.ties:
             first = tie.first if tie.first is not None else tie.own[0]
-            _spread(first, [p for p in tie.own if p is not first], tie.source, tie.group)
+            spread(first, [p for p in tie.own if p is not first], tie.source, tie.group)
 
     # ----------------------------------------------------------------------------------------------------- a step
 
@@ -297,7 +298,8 @@ class Shared:
         return norm
 
 
-def _spread(first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
+def spread(first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
+    """Give `first`, and its copies on this rank, the value that the global rank `source` has."""
     value = local(first)
     if group is not None:
         sent = value.contiguous()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
+from stageloom.execute.buffers import batch_norms, not_counting
 from stageloom.execute.chance import Random, seed_of
 from stageloom.execute.channel import has_gradient
 from stageloom.execute.sharded import trained
@@ -99,6 +100,7 @@ class StageRunner:
         self.recompute = recompute
         self.versions = versions
         self.parameters = trained(module)
+        self.norms = batch_norms(module) if recompute else []
         self.flights: dict[Place, _Flight] = {}
         self.carries: dict[Place, tuple[list[Tensor], Any]] = {}
         self.carry_gradients: dict[Place, list[Tensor | None]] = {}
@@ -145,7 +147,7 @@ class StageRunner:
                 outputs = self._without_graph(call, given)
 
         def again() -> Saved:
-            with random:
+            with random, not_counting(self.norms):
                 return run_forward(mode, call, given, parameters, wanted=wanted, layers=layers)[1]
 
         values: int = trees["values"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
-from stageloom.execute.checkpoint import Checkpoint
+from stageloom.execute.checkpoint import Checkpoint, refuse_another_run
 from stageloom.execute.language import Config, StageSequence, batches, bytes_of_library, language_model, next_byte_loss
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.workers import Seat, doing
@@ -149,6 +149,8 @@ def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bo
     optimizer = make(pipeline.parameters()) if schedule.synchronous and stages else None
     data = bytes_of_library(work.data_bytes)
     kept = None if checkpoint is None else Checkpoint(checkpoint, seat.group)
+    if kept is not None and not resume:
+        refuse_another_run(kept.folder)
     began = kept.load(pipeline, optimizer) if kept is not None and resume else 0
     losses: list[float] = []
     seconds: list[float] = []

@@ -1,0 +1,158 @@
+"""Checkpoints: a kill at any moment and a full disk leave one whole, and what failed is said of the rank it failed on.
+
+(Runs that go on to bit-equal parameters after a kill are in test_execute_chaos.py and test_execute_run.py.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import checkpoint_tasks as tasks
+from command import stageloom
+from stageloom.execute.checkpoint import newest
+from stageloom.execute.workers import Failure, Pool
+
+pytestmark = pytest.mark.torch
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, timeout=60) as started:
+        yield started
+
+
+# -------------------------------------------------------------------------------------------------- a kill, at any time
+
+
+def test_a_kill_before_any_call_of_the_system_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A save is killed before its first, second, .. call that changes files, until it comes through."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)])}
+    command = [sys.executable, tasks.__file__, str(tmp_path)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert output.returncode == 0, output.stderr
+    found = json.loads(output.stdout)
+    for name, step in (("another", 2), ("again", 1)):
+        *killed, through = found[name]
+        assert len(killed) > 20
+        assert all(each["killed"] for each in killed)
+        assert not through["killed"]
+        for each in found[name]:
+            whole = 2.0 if each["numbers"][0] == 2.0 else 1.0
+            assert each["numbers"] == [whole, whole + 0.5], each  # weights and momenta of one save alone
+            assert each["step"] == (step if whole == 2.0 else 1), each
+            assert each["after"] == ["step-00000003"], each
+        assert [each["numbers"][0] for each in found[name]] == sorted(each["numbers"][0] for each in found[name])
+        assert through["numbers"] == [2.0, 2.5]
+    left = {file for each in (*found["another"], *found["again"]) for file in each["left"]}
+    assert {re.sub(r"\d", "", file) for file in left} == {"step-", ".step-.partial", ".step-.before", ".step-.gone"}
+
+
+# ------------------------------------------------------------------------------------------------- a rank that may not
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "cause"),
+    [
+        ("limit", 1, r"OSError: \[Errno 27\] File too large"),
+        ("limit", 0, r"OSError: \[Errno 27\] File too large"),
+        ("fsync", 1, r"OSError: \[Errno 28\] No space left on device"),
+        ("rename", 0, r"OSError: \[Errno 122\] .*quota exceeded"),
+        ("replace", 0, r"OSError: \[Errno 122\] .*quota exceeded"),
+    ],
+)
+def test_a_full_disk_is_said_of_its_rank_and_leaves_the_checkpoint_before(
+    how: str, victim: int, cause: str, pool: Pool, tmp_path: Path
+) -> None:
+    for rank, said in enumerate(pool.run(tasks.fail, str(tmp_path), victim, how)):
+        expected = rf"the checkpoint of step 2 cannot be written: rank {victim}: {cause}"
+        assert re.fullmatch(expected, said["message"]), said["message"]
+        assert (said["rank"], said["here"]) == (victim, rank == victim)
+        # what is written in vain is deleted, as a full disk needs the space; what is whole, by the next save
+        partial = [".step-00000002.partial"] if how == "replace" else []
+        assert said["folder"] == [*partial, "step-00000001"]
+        assert (said["step"], said["numbers"]) == (1, [1.0, 1.5])
+        assert said["after"] == ["step-00000003"]
+
+
+def test_a_full_disk_of_all_ranks_is_said_of_each(pool: Pool, tmp_path: Path) -> None:
+    for rank, said in enumerate(pool.run(tasks.fail, str(tmp_path), -1, "limit")):
+        assert f"rank {rank} (and 1 more): OSError: [Errno 27]" in said["message"]
+        assert said["here"]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """`stageloom run` on a file system of 1.1 MB, which does not hold two checkpoints of 0.7 MB."""
+    script = """
+        mount -t tmpfs -o size=1100k none "$0" || exit 77
+        "$2" -m stageloom run 1f1b -p 2 -m 2 --steps 3 --every 1 --layers 2 --width 32 --checkpoint "$0/c"
+        status=$?
+        cp -r "$0/c" "$1"
+        exit $status
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system; the test above limits the size of files instead")
+    command = ["unshare", "-rm", "sh", "-c", script, str(disk), str(tmp_path / "out"), sys.executable]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if result.returncode == 77:
+        pytest.skip("this user may not mount a file system; the test above limits the size of files instead")
+    assert result.returncode == 2, result
+    *_, said = result.stderr.splitlines()
+    pattern = (
+        r"rank (\d) failed at checkpoint of step 2: RankError: .* rank \1( \(and 1 more\))?: OSError: \[Errno 28\]"
+    )
+    assert re.search(pattern, said), result.stderr
+    assert newest(tmp_path / "out") == 1
+    again = f"run 1f1b -p 2 -m 2 --steps 3 --every 1 --layers 2 --width 32 --json --resume --checkpoint {tmp_path}/out"
+    assert [len(rank["losses"]) for rank in json.loads(stageloom(*again.split()).out)] == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------------- what cannot be read
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("cut", "rank "),
+        ("missing", "rank 1: FileNotFoundError: [Errno 2]"),
+        ("metadata", "rank 0: FileNotFoundError: [Errno 2]"),
+        ("model", "rank 0 (and 1 more): RuntimeError: Missing key in checkpoint state_dict: model.extra."),
+        ("optimizer", "Missing key in checkpoint state_dict: optimizer.layer"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(how: str, expected: str, pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(tasks.load_damaged, str(tmp_path), how)
+    for message in messages:
+        assert "step-00000001: is damaged, or of another model: rank " in message
+        assert "\n" not in message
+    assert any(expected in message for message in messages), messages
+
+
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path: Path) -> None:
+    command = f"run 1f1b -p 2 -m 2 --steps 2 --checkpoint {tmp_path}/c --layers 2 --width 16 --context 16".split()
+    assert stageloom(*command).status == 0
+    before = sorted(path.name for path in (tmp_path / "c").iterdir())
+    result = stageloom(*command)
+    assert result.status == 2
+    assert f"--checkpoint {tmp_path}/c: holds a checkpoint of step 2 already; add --resume" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == before
+
+
+def test_a_failure_names_the_rank_whose_disk_is_full(pool: Pool, tmp_path: Path) -> None:
+    """The other ranks raise the same at the same time; it is not theirs."""
+    with pytest.raises(Failure) as caught:
+        pool.run(tasks.fail_to_the_end, str(tmp_path), 1)
+    assert caught.value.rank == 1
+    assert "rank 1: OSError: [Errno 27] File too large" in caught.value.cause
