@@ -9,14 +9,12 @@ themselves and are dropped when done.
 # (torch leaks unknown types)
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stageloom.errors import StageloomError
@@ -31,26 +29,10 @@ from stageloom.execute.channel import (
     receive_spec,
     spec_of,
 )
+from stageloom.execute.devices import Clock, Net
 from stageloom.execute.stage import StageRunner
 from stageloom.execute.tasks import Place, Task
 from stageloom.lower import Code
-
-
-@dataclass
-class Net:
-    """How this rank reaches others: the group for messages from one rank to another, and the device of buffers.
-
-    One group for all where the backend matches messages by pair (Gloo); one a directed pair where it orders all
-    messages of a group (NCCL).
-    """
-
-    group: dist.ProcessGroup
-    edges: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict[tuple[int, int], Any])
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rank: int = 0
-
-    def edge(self, source: int, target: int) -> dist.ProcessGroup:
-        return self.edges.get((source, target), self.group)
 
 
 @dataclass
@@ -90,7 +72,8 @@ class Executor:
         self.specs: dict[Place, Spec] = {}
         self.sent_specs: dict[Place, Spec] = {}
         self.gradient_specs: dict[tuple[bool, Place], Spec] = {}
-        self.sender = Sender()
+        self.sender = Sender(net)
+        self.clock = Clock(net.device)
 
     def run(self, tasks: list[Task], *, announce: bool, backward: bool = True) -> Run:
         """Run the tasks. `announce`: shapes are not known on the receiving side and travel with the messages.
@@ -103,6 +86,7 @@ class Executor:
         leaving: dict[tuple[bool, Place], list[Tensor]] = {}
         sender, on_task = self.sender, self.on_task
         sender.most = most_values = 0
+        self.clock.begin()
         if announce:
             self.gradient_specs = {}
         posts = None if announce else _Posts(tasks, self.window, self._post)
@@ -126,11 +110,12 @@ class Executor:
             elif task.code is Code.REDUCE or task.code is Code.GATHER:
                 self.beside(task)
             else:
-                began = time.perf_counter()
+                began = self.clock.now()
                 self._compute(task, run, arrived, structures, leaving, backward=backward)
-                run.spans[task.row] = began, time.perf_counter()
+                run.spans[task.row] = began, self.clock.now()
                 most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
         sender.finish()
+        run.spans = self.clock.seconds(run.spans)
         run.most_sends, run.most_values = sender.most, most_values
         return run
 
@@ -208,7 +193,7 @@ class Executor:
                 known = "as in the step that announced it" if task.forward else "as the activations it belongs to"
                 remedy = " (for stages whose outputs change: Pipeline(..., dynamic=True))" if task.forward else ""
                 raise StageloomError(f"{task}: stage {stage} gives {found[0]}, expected {found[1]} {known}{remedy}")
-        self.sender.send(task.row, tensors, task.peer, self.net.edge(self.net.rank, task.peer), told)
+        self.sender.send(task.row, tensors, self.net.to(task.peer), told)
 
     def _expected(self, task: Task, forward: Mapping[Place, Spec], backward: Mapping[Place, Spec]) -> Spec:
         """What a message holds: what was announced of it, or for a gradient, of the activations that it is for."""
@@ -221,15 +206,15 @@ class Executor:
 
     def _post(self, task: Task) -> Posted:
         spec = self._expected(task, self.specs, self.sent_specs)
-        return post(spec, task.peer, self.net.edge(task.peer, self.net.rank), self.net.device)
+        return post(spec, self.net.source(task.peer), self.net)
 
     def _announced(self, task: Task, *, keep: bool) -> Posted:
         """A receive whose sender tells first what it sends."""
-        group = self.net.edge(task.peer, self.net.rank)
-        spec = receive_spec(task.peer, group)
+        link = self.net.source(task.peer)
+        spec = receive_spec(link, self.net)
         if keep:
             self.specs[task.place] = spec
-        return post(spec, task.peer, group, self.net.device)
+        return post(spec, link, self.net)
 
 
 class _Posts:

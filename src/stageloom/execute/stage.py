@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
+from stageloom.execute.casting import AS_IT_IS, no_autocast
 from stageloom.execute.chance import Random, seed_of
 from stageloom.execute.channel import has_gradient
+from stageloom.execute.devices import CPU
 from stageloom.execute.sharded import trained
 from stageloom.execute.split import (
     Mode,
@@ -86,7 +88,9 @@ class StageRunner:
         parts: int,
         recompute: bool = False,
         versions: Versions | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.module = module
         self.mode: Mode = report.mode
         self.report = report
@@ -212,10 +216,10 @@ class StageRunner:
     def _random(self, place: Place) -> AbstractContextManager[None]:
         seed = self.feed.seed
         if seed is None and not self.recompute:
-            return _AS_IT_IS
+            return AS_IT_IS
         if seed is not None:
             seed = seed_of(seed, place.stage, self.feed.microbatches_before + place.microbatch, place.slice)
-        return Random(seed, keep=self.recompute)
+        return Random(seed, keep=self.recompute, device=self.device)
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -237,7 +241,7 @@ class StageRunner:
         carried = flight.outputs - len(flight.have)
         grads += self.carry_gradients.pop(place, [None] * carried)
         leaves = saved.inputs[: flight.inputs]
-        with no_autocast():
+        with no_autocast(self.device.type):
             inputs = (run_backward if whole else run_backward_input)(saved, grads)
         if self.sequence and place.slice > 0:
             self.carry_gradients[place._replace(slice=place.slice - 1)] = inputs[flight.inputs :]
@@ -255,7 +259,7 @@ class StageRunner:
         """W."""
         saved = self.flights[place].saved
         assert saved is not None, "W before B"
-        with no_autocast():
+        with no_autocast(self.device.type):
             run_backward_weight(saved)
         self._ended(place)
 
@@ -266,12 +270,6 @@ class StageRunner:
 
 
 _NO_ARGUMENTS: dict[str, Any] = {}
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
-
-
-def no_autocast() -> AbstractContextManager[Any]:
-    """A backward has the dtypes of its forward already. Costs nothing where autocast is off."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _AS_IT_IS
 
 
 def _version(tensor: Tensor) -> int:
