@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from stageloom.execute.channel import (
     spec_of,
 )
 from stageloom.execute.devices import Clock, Net
-from stageloom.execute.stage import StageRunner
+from stageloom.execute.stage import Result, StageRunner
 from stageloom.execute.tasks import Place, Task
 from stageloom.lower import Code
 
@@ -46,8 +46,19 @@ class Run:
     most_values: int = 0
 
 
+class Joint(Protocol):
+    """Runs the forward and the backward of an overlapped pair together; the stages are its own."""
+
+    def __call__(
+        self, forward: Task, value: tuple[list[Tensor], Any] | None, backward: Task, gradients: list[Tensor] | None
+    ) -> tuple[Result, list[Tensor]]: ...
+
+
 class Executor:
     """Runs tasks of one rank. State between runs: the specs of messages that have been sent and received.
+
+    `joints`, by the row of its first op, has the overlapped pairs that are run together; others run one op after the
+    other.
 
     With `check_finite` an infinity or nan in what a task computes is an error that names the task, and the values it is
     in; without, it goes its way to the loss and the weights.
@@ -62,7 +73,9 @@ class Executor:
         window: int = 2,
         on_task: Callable[[str], None] | None = None,
         check_finite: bool = False,
+        joints: Mapping[int, Joint] | None = None,
     ) -> None:
+        self.joints = {} if joints is None else joints
         self.stages = stages
         self.net = net
         self.beside = beside
@@ -90,9 +103,10 @@ class Executor:
         if announce:
             self.gradient_specs = {}
         posts = None if announce else _Posts(tasks, self.window, self._post)
+        held: Task | None = None  # the first op of a pair that is run together
         for task in tasks:
             if on_task is not None:
-                on_task(task.name)
+                on_task(task.name if held is None else f"{held.name}&{task.name}")
             if task.code is Code.RECV:
                 if posts is not None:
                     posted = posts.take(task.peer)
@@ -109,10 +123,17 @@ class Executor:
                 most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
             elif task.code is Code.REDUCE or task.code is Code.GATHER:
                 self.beside(task)
+            elif self.joints and held is None and backward and task.row in self.joints:
+                held = task
             else:
                 began = self.clock.now()
-                self._compute(task, run, arrived, structures, leaving, backward=backward)
-                run.spans[task.row] = began, self.clock.now()
+                if held is None:
+                    self._compute(task, run, arrived, structures, leaving, backward=backward)
+                    run.spans[task.row] = began, self.clock.now()
+                else:
+                    self._compute_pair(held, task, run, arrived, structures, leaving)
+                    run.spans[held.row] = run.spans[task.row] = began, self.clock.now()
+                    held = None
                 most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
         sender.finish()
         run.spans = self.clock.seconds(run.spans)
@@ -133,17 +154,7 @@ class Executor:
         if task.code is Code.F:
             value = None if stage.first else (arrived.pop((True, place)), structures.pop(place))
             result = stage.forward(place, value, version=task.version, backward=backward, whole=task.whole)
-            if self.check_finite:
-                self._check_finite(task, "loss", [] if result.loss is None else [result.loss])
-                self._check_finite(task, "activations", result.tensors)
-            if stage.last:
-                if result.loss is not None:
-                    run.losses[place] = result.loss
-                if result.output is not None:
-                    run.outputs[place] = result.output
-                return
-            structures[task.target] = result.structure
-            (arrived if task.local else leaving)[True, task.target] = result.tensors
+            self._forwarded(task, stage, result, run, arrived, structures, leaving)
             return
         if task.code is Code.W:
             stage.backward_weight(place)
@@ -154,6 +165,49 @@ class Executor:
         self._check_gradients(task, stage, found)
         if not stage.first:
             (arrived if task.local else leaving)[False, task.target] = found
+
+    def _compute_pair(
+        self,
+        one: Task,
+        other: Task,
+        run: Run,
+        arrived: dict[tuple[bool, Place], list[Tensor]],
+        structures: dict[Place, Any],
+        leaving: dict[tuple[bool, Place], list[Tensor]],
+    ) -> None:
+        forward, backward = (one, other) if one.code is Code.F else (other, one)
+        to, back = forward.place, backward.place
+        ahead, behind = self.stages[to.path, to.stage], self.stages[back.path, back.stage]
+        value = None if ahead.first else (arrived.pop((True, to)), structures.pop(to))
+        gradients = None if behind.last else arrived.pop((False, back))
+        result, found = self.joints[one.row](forward, value, backward, gradients)
+        self._forwarded(forward, ahead, result, run, arrived, structures, leaving)
+        self._check_gradients(backward, behind, found)
+        if not behind.first:
+            (arrived if backward.local else leaving)[False, backward.target] = found
+
+    def _forwarded(
+        self,
+        task: Task,
+        stage: StageRunner,
+        result: Result,
+        run: Run,
+        arrived: dict[tuple[bool, Place], list[Tensor]],
+        structures: dict[Place, Any],
+        leaving: dict[tuple[bool, Place], list[Tensor]],
+    ) -> None:
+        """Hand on what a forward gave."""
+        if self.check_finite:
+            self._check_finite(task, "loss", [] if result.loss is None else [result.loss])
+            self._check_finite(task, "activations", result.tensors)
+        if stage.last:
+            if result.loss is not None:
+                run.losses[task.place] = result.loss
+            if result.output is not None:
+                run.outputs[task.place] = result.output
+            return
+        structures[task.target] = result.structure
+        (arrived if task.local else leaving)[True, task.target] = result.tensors
 
     # -------------------------------------------------------------------------------------------------- checking
 

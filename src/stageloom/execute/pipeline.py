@@ -22,6 +22,7 @@ from stageloom.execute.devices import control_device, device_of, net_of
 from stageloom.execute.executor import Executor, Run
 from stageloom.execute.feeding import along, fill, same, signature
 from stageloom.execute.mesh import Mesh, grid_of
+from stageloom.execute.pairs import has_parts, join_pairs
 from stageloom.execute.replicas import Shared, Tied
 from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
@@ -137,9 +138,10 @@ class Pipeline:
         self.shared = Shared(schedule, self.grid, self.rank, self.modules, tied, self.sharded)
         self.reports: dict[tuple[int, int], Report] = {}
         self.runners = {key: self._runner(key, module, loss, split, recompute) for key, module in self.modules.items()}
+        joints, self.overlaps = join_pairs(self.tasks, self.runners, dynamic=dynamic)
         net = net_of(self.group, program, self.device, edge_groups)
         self.executor = Executor(
-            self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite
+            self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite, joints=joints
         )
         self.signature: Any = None  # None: nothing that the other ranks know of
         self.shared.equalise()
@@ -160,9 +162,11 @@ class Pipeline:
                 raise InputError(f"stage {key}: is a {type(module).__name__}; expected an nn.Module")
         return {key: given[key] for key in sorted(wanted)}
 
-    def _splits(self, stage: int) -> bool:
-        """Does this rank run a B or a W of the stage by itself?"""
-        return any(task.place.stage == stage and task.code in (Code.B, Code.W) for task in self.tasks)
+    def _splits(self, stage: int, module: nn.Module) -> bool:
+        """Is it of use to have B and W of the stage apart? Where this rank runs one by itself, or the stage has
+        all-to-alls that W can be done under."""
+        own = [task for task in self.tasks if task.place.stage == stage]
+        return any(task.code in (Code.B, Code.W) or (task.pair and has_parts(module)) for task in own)
 
     def _runner(
         self,
@@ -177,7 +181,7 @@ class Pipeline:
         if self.optimizer is not None:
             report = Report("fused", "asynchronous schedules run on copies of the weights", {}, ())
             versions = Versions(module, optimizer_of(module, self.optimizer, stage), schedule.update_every)
-        elif mode == "auto" and not self._splits(stage):
+        elif mode == "auto" and not self._splits(stage, module):
             report, versions = Report("fused", "the schedule has no op that does B or W alone here", {}, ()), None
         else:
             refuse_walking_twice(module, mode, stage)
