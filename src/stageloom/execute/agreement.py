@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stageloom.errors import InputError
+from stageloom.execute.devices import control_device
 from stageloom.execute.mesh import Grid, local
 from stageloom.schedule import Schedule
 
@@ -47,7 +48,7 @@ def agree(grid: Grid, schedule: Schedule, *options: object) -> None:
     said = hashlib.sha256(repr((schedule.name, schedule.placement, schedule.microbatches, options, grid.said)).encode())
     for column in (schedule.offsets, schedule.kind, schedule.stage, schedule.microbatch, schedule.slice):
         said.update(column.tobytes())
-    mine = torch.frombuffer(bytearray(said.digest()[:8]), dtype=torch.int64)
+    mine = torch.frombuffer(bytearray(said.digest()[:8]), dtype=torch.int64).to(control_device(grid.whole))
     all_said = [torch.empty_like(mine) for _ in range(dist.get_world_size(grid.whole))]
     dist.all_gather(all_said, mine, group=grid.whole)
     others = [rank for rank, theirs in enumerate(all_said) if not torch.equal(theirs, all_said[0])]

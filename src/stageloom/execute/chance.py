@@ -1,11 +1,18 @@
 """Random numbers (dropout) of a stage: from a seed and a place alone, and the same when a forward is run again."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (torch leaks unknown types)
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+
+States = tuple[Tensor, Any]
+"""torch's random state of main memory, and of an accelerator (None where there is none)."""
 
 
 def seed_of(seed: int, stage: int, microbatch: int, part: int = 0) -> int:
@@ -20,28 +27,62 @@ def seed_of(seed: int, stage: int, microbatch: int, part: int = 0) -> int:
 
 
 class Random:
-    """torch's random numbers from a seed within the block, and as they were after it.
+    """torch's random numbers from a seed within the block, and as they were after it, on the CPU and on `device`.
 
     Without a seed they run on as they are; with `keep`, a second block draws what the first drew.
     """
 
-    def __init__(self, seed: int | None, keep: bool) -> None:
+    def __init__(self, seed: int | None, keep: bool, device: torch.device) -> None:
         self.seed = seed
         self.keep = keep
-        self.start: Tensor | None = None
-        self.outside: Tensor | None = None
+        self.device = device
+        self.start: States | None = None
+        self.outside: States | None = None
 
     def __enter__(self) -> None:
         if self.seed is not None:
-            self.outside = torch.get_rng_state()
-            torch.manual_seed(self.seed)
+            self.outside = states(self.device)
+            _seed(self.seed, self.device)
         elif self.start is not None:
-            self.outside = torch.get_rng_state()
-            torch.set_rng_state(self.start)
+            self.outside = states(self.device)
+            restore(self.start, self.device)
         elif self.keep:
-            self.start = torch.get_rng_state()
+            self.start = states(self.device)
 
     def __exit__(self, *_: object) -> None:
         if self.outside is not None:
-            torch.set_rng_state(self.outside)
+            restore(self.outside, self.device)
             self.outside = None
+
+
+def states(device: torch.device) -> States:
+    """The random states as they are."""
+    return torch.get_rng_state(), _module(device).get_rng_state(device) if device.type != "cpu" else None
+
+
+def restore(kept: States, device: torch.device) -> None:
+    """Set the random states to what `states` gave."""
+    torch.set_rng_state(kept[0])
+    if kept[1] is not None:
+        _module(device).set_rng_state(kept[1], device)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Generator[None]:
+    """What is drawn within the block changes no random numbers after it."""
+    kept = states(device)
+    try:
+        yield
+    finally:
+        restore(kept, device)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    # torch.manual_seed would seed every accelerator of the machine, and only one is put back
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        _module(device).manual_seed(seed)
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

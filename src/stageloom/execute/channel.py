@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from stageloom.execute.devices import Link, Net, move, to_wire
 
 
 @dataclass(frozen=True)
@@ -79,31 +80,35 @@ class Posted(NamedTuple):
     works: list[Any]
     buffers: list[Tensor]
     spec: Spec
+    net: Net
 
     def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
-        if torch.bool not in self.spec.dtypes:
-            return self.buffers
-        # a bool travels as bytes
-        return [buffer.view(dtype) for buffer, dtype in zip(self.buffers, self.spec.dtypes, strict=True)]
+        got = self.buffers
+        if torch.bool in self.spec.dtypes:  # a bool travels as bytes
+            got = [each.view(dtype) for each, dtype in zip(got, self.spec.dtypes, strict=True)]
+        return [move(tensor, self.net.device) for tensor in got] if self.net.staged else got
 
 
 class Sender:
     """Sends under way, by the row whose result they carry. Each is let go of when it is known to have arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: Net) -> None:
+        self.net = net
         self.under_way: dict[int, list[tuple[Any, Tensor]]] = {}
         self.most = 0
 
-    def send(
-        self, row: int, tensors: list[Tensor], rank: int, group: dist.ProcessGroup, announce: Spec | None = None
-    ) -> None:
+    def send(self, row: int, tensors: list[Tensor], link: Link, announce: Spec | None = None) -> None:
         """Start to send; with `announce` the spec goes first."""
+        group, rank = link
         leaving = [_sendable(tensor) for tensor in tensors]
+        if self.net.staged:
+            leaving = [to_wire(tensor, self.net.wire) for tensor in leaving]
         if announce is not None:
             packed = torch.frombuffer(bytearray(pickle.dumps(announce)), dtype=torch.uint8)
-            leaving = [torch.tensor([len(packed)]), packed, *leaving]
+            told = (torch.tensor([len(packed)]), packed)
+            leaving = [*(move(tensor, self.net.control) for tensor in told), *leaving]
         # the group's own send and receive: dist.isend and irecv look the group up again for every tensor
         self.under_way[row] = [(group.send([tensor], rank, 0), tensor) for tensor in leaving]
         self.most = max(self.most, len(self.under_way))
@@ -119,22 +124,24 @@ class Sender:
         self.reap(tuple(self.under_way))
 
 
-def receive_spec(rank: int, group: dist.ProcessGroup) -> Spec:
+def receive_spec(link: Link, net: Net) -> Spec:
     """The spec that a sender announces before its message."""
-    size = torch.zeros(1, dtype=torch.int64)
+    group, rank = link
+    size = torch.zeros(1, dtype=torch.int64, device=net.control)
     group.recv([size], rank, 0).wait()
-    packed = torch.empty(int(size), dtype=torch.uint8)
+    packed = torch.empty(int(size), dtype=torch.uint8, device=net.control)
     group.recv([packed], rank, 0).wait()
-    return pickle.loads(packed.numpy().tobytes())
+    return pickle.loads(packed.cpu().numpy().tobytes())
 
 
-def post(spec: Spec, rank: int, group: dist.ProcessGroup, device: torch.device) -> Posted:
+def post(spec: Spec, link: Link, net: Net) -> Posted:
     """Start to receive a message of this spec."""
+    group, rank = link
     buffers = [
-        torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=device)
+        torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=net.wire, pin_memory=net.staged)
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     ]
-    return Posted([group.recv([buffer], rank, 0) for buffer in buffers], buffers, spec)
+    return Posted([group.recv([each], rank, 0) for each in buffers], buffers, spec, net)
 
 
 def _sendable(tensor: Tensor) -> Tensor:

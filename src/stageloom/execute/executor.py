@@ -9,14 +9,12 @@ themselves and are dropped when done.
 # (torch leaks unknown types)
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stageloom.errors import StageloomError
@@ -31,26 +29,10 @@ from stageloom.execute.channel import (
     receive_spec,
     spec_of,
 )
-from stageloom.execute.stage import StageRunner
+from stageloom.execute.devices import Clock, Net
+from stageloom.execute.stage import Result, StageRunner
 from stageloom.execute.tasks import Place, Task
 from stageloom.lower import Code
-
-
-@dataclass
-class Net:
-    """How this rank reaches others: the group for messages from one rank to another, and the device of buffers.
-
-    One group for all where the backend matches messages by pair (Gloo); one a directed pair where it orders all
-    messages of a group (NCCL).
-    """
-
-    group: dist.ProcessGroup
-    edges: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict[tuple[int, int], Any])
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rank: int = 0
-
-    def edge(self, source: int, target: int) -> dist.ProcessGroup:
-        return self.edges.get((source, target), self.group)
 
 
 @dataclass
@@ -64,8 +46,19 @@ class Run:
     most_values: int = 0
 
 
+class Joint(Protocol):
+    """Runs the forward and the backward of an overlapped pair together; the stages are its own."""
+
+    def __call__(
+        self, forward: Task, value: tuple[list[Tensor], Any] | None, backward: Task, gradients: list[Tensor] | None
+    ) -> tuple[Result, list[Tensor]]: ...
+
+
 class Executor:
     """Runs tasks of one rank. State between runs: the specs of messages that have been sent and received.
+
+    `joints`, by the row of its first op, has the overlapped pairs that are run together; others run one op after the
+    other.
 
     With `check_finite` an infinity or nan in what a task computes is an error that names the task, and the values it is
     in; without, it goes its way to the loss and the weights.
@@ -80,7 +73,9 @@ class Executor:
         window: int = 2,
         on_task: Callable[[str], None] | None = None,
         check_finite: bool = False,
+        joints: Mapping[int, Joint] | None = None,
     ) -> None:
+        self.joints = {} if joints is None else joints
         self.stages = stages
         self.net = net
         self.beside = beside
@@ -90,7 +85,8 @@ class Executor:
         self.specs: dict[Place, Spec] = {}
         self.sent_specs: dict[Place, Spec] = {}
         self.gradient_specs: dict[tuple[bool, Place], Spec] = {}
-        self.sender = Sender()
+        self.sender = Sender(net)
+        self.clock = Clock(net.device)
 
     def run(self, tasks: list[Task], *, announce: bool, backward: bool = True) -> Run:
         """Run the tasks. `announce`: shapes are not known on the receiving side and travel with the messages.
@@ -103,12 +99,14 @@ class Executor:
         leaving: dict[tuple[bool, Place], list[Tensor]] = {}
         sender, on_task = self.sender, self.on_task
         sender.most = most_values = 0
+        self.clock.begin()
         if announce:
             self.gradient_specs = {}
         posts = None if announce else _Posts(tasks, self.window, self._post)
+        held: Task | None = None  # the first op of a pair that is run together
         for task in tasks:
             if on_task is not None:
-                on_task(task.name)
+                on_task(task.name if held is None else f"{held.name}&{task.name}")
             if task.code is Code.RECV:
                 if posts is not None:
                     posted = posts.take(task.peer)
@@ -125,12 +123,20 @@ class Executor:
                 most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
             elif task.code is Code.REDUCE or task.code is Code.GATHER:
                 self.beside(task)
+            elif self.joints and held is None and backward and task.row in self.joints:
+                held = task
             else:
-                began = time.perf_counter()
-                self._compute(task, run, arrived, structures, leaving, backward=backward)
-                run.spans[task.row] = began, time.perf_counter()
+                began = self.clock.now()
+                if held is None:
+                    self._compute(task, run, arrived, structures, leaving, backward=backward)
+                    run.spans[task.row] = began, self.clock.now()
+                else:
+                    self._compute_pair(held, task, run, arrived, structures, leaving)
+                    run.spans[held.row] = run.spans[task.row] = began, self.clock.now()
+                    held = None
                 most_values = max(most_values, len(arrived) + len(leaving) + len(sender.under_way))
         sender.finish()
+        run.spans = self.clock.seconds(run.spans)
         run.most_sends, run.most_values = sender.most, most_values
         return run
 
@@ -148,17 +154,7 @@ class Executor:
         if task.code is Code.F:
             value = None if stage.first else (arrived.pop((True, place)), structures.pop(place))
             result = stage.forward(place, value, version=task.version, backward=backward, whole=task.whole)
-            if self.check_finite:
-                self._check_finite(task, "loss", [] if result.loss is None else [result.loss])
-                self._check_finite(task, "activations", result.tensors)
-            if stage.last:
-                if result.loss is not None:
-                    run.losses[place] = result.loss
-                if result.output is not None:
-                    run.outputs[place] = result.output
-                return
-            structures[task.target] = result.structure
-            (arrived if task.local else leaving)[True, task.target] = result.tensors
+            self._forwarded(task, stage, result, run, arrived, structures, leaving)
             return
         if task.code is Code.W:
             stage.backward_weight(place)
@@ -169,6 +165,49 @@ class Executor:
         self._check_gradients(task, stage, found)
         if not stage.first:
             (arrived if task.local else leaving)[False, task.target] = found
+
+    def _compute_pair(
+        self,
+        one: Task,
+        other: Task,
+        run: Run,
+        arrived: dict[tuple[bool, Place], list[Tensor]],
+        structures: dict[Place, Any],
+        leaving: dict[tuple[bool, Place], list[Tensor]],
+    ) -> None:
+        forward, backward = (one, other) if one.code is Code.F else (other, one)
+        to, back = forward.place, backward.place
+        ahead, behind = self.stages[to.path, to.stage], self.stages[back.path, back.stage]
+        value = None if ahead.first else (arrived.pop((True, to)), structures.pop(to))
+        gradients = None if behind.last else arrived.pop((False, back))
+        result, found = self.joints[one.row](forward, value, backward, gradients)
+        self._forwarded(forward, ahead, result, run, arrived, structures, leaving)
+        self._check_gradients(backward, behind, found)
+        if not behind.first:
+            (arrived if backward.local else leaving)[False, backward.target] = found
+
+    def _forwarded(
+        self,
+        task: Task,
+        stage: StageRunner,
+        result: Result,
+        run: Run,
+        arrived: dict[tuple[bool, Place], list[Tensor]],
+        structures: dict[Place, Any],
+        leaving: dict[tuple[bool, Place], list[Tensor]],
+    ) -> None:
+        """Hand on what a forward gave."""
+        if self.check_finite:
+            self._check_finite(task, "loss", [] if result.loss is None else [result.loss])
+            self._check_finite(task, "activations", result.tensors)
+        if stage.last:
+            if result.loss is not None:
+                run.losses[task.place] = result.loss
+            if result.output is not None:
+                run.outputs[task.place] = result.output
+            return
+        structures[task.target] = result.structure
+        (arrived if task.local else leaving)[True, task.target] = result.tensors
 
     # -------------------------------------------------------------------------------------------------- checking
 
@@ -208,7 +247,7 @@ class Executor:
                 known = "as in the step that announced it" if task.forward else "as the activations it belongs to"
                 remedy = " (for stages whose outputs change: Pipeline(..., dynamic=True))" if task.forward else ""
                 raise StageloomError(f"{task}: stage {stage} gives {found[0]}, expected {found[1]} {known}{remedy}")
-        self.sender.send(task.row, tensors, task.peer, self.net.edge(self.net.rank, task.peer), told)
+        self.sender.send(task.row, tensors, self.net.to(task.peer), told)
 
     def _expected(self, task: Task, forward: Mapping[Place, Spec], backward: Mapping[Place, Spec]) -> Spec:
         """What a message holds: what was announced of it, or for a gradient, of the activations that it is for."""
@@ -221,15 +260,15 @@ class Executor:
 
     def _post(self, task: Task) -> Posted:
         spec = self._expected(task, self.specs, self.sent_specs)
-        return post(spec, task.peer, self.net.edge(task.peer, self.net.rank), self.net.device)
+        return post(spec, self.net.source(task.peer), self.net)
 
     def _announced(self, task: Task, *, keep: bool) -> Posted:
         """A receive whose sender tells first what it sends."""
-        group = self.net.edge(task.peer, self.net.rank)
-        spec = receive_spec(task.peer, group)
+        link = self.net.source(task.peer)
+        spec = receive_spec(link, self.net)
         if keep:
             self.specs[task.place] = spec
-        return post(spec, task.peer, group, self.net.device)
+        return post(spec, link, self.net)
 
 
 class _Posts:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from stageloom.errors import InputError
+from stageloom.execute.devices import move
 from stageloom.execute.stage import Feed
 from stageloom.execute.tasks import Place
-from stageloom.execute.tree import cut, flatten
+from stageloom.execute.tree import cut, flatten, unflatten
 from stageloom.schedule import Schedule
 
 
@@ -29,8 +30,11 @@ def fill(
     inputs: Any,
     targets: Any,
     kwargs: Mapping[str, Any] | None,
+    device: torch.device,
 ) -> Feed:
-    """The feed with what the stages `keys`, (path, stage), need of inputs, targets and keyword arguments."""
+    """The feed with what the stages `keys`, (path, stage), need of inputs, targets and kwargs, moved to `device`."""
+    inputs, targets = (_moved(value, device) for value in (inputs, targets))
+    kwargs = None if kwargs is None else _moved(dict(kwargs), device)
     for path, stage in keys:
         mine = [m for m in range(schedule.microbatches) if schedule.path_of[m] == path]
         if stage == 0:
@@ -42,6 +46,14 @@ def fill(
         if kwargs is not None:
             feed.kwargs.update({Place(path, stage, m, s): dict(kwargs) for m in mine for s in range(schedule.slices)})
     return feed
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The value with all its tensors on the device."""
+    tensors, structure = flatten(value)
+    if all(tensor.device == device for tensor in tensors):
+        return value
+    return unflatten([move(tensor, device) for tensor in tensors], structure)
 
 
 def _places(schedule: Schedule, value: Any, path: int, stage: int, mine: list[int], what: str) -> dict[Place, Any]:
@@ -57,7 +69,7 @@ def _places(schedule: Schedule, value: Any, path: int, stage: int, mine: list[in
     return found
 
 
-def signature(feed: Feed, modules: Iterable[nn.Module]) -> Any:
+def signature(feed: Feed, modules: Iterable[nn.Module], device: torch.device) -> Any:
     """All that shapes between stages may depend on: shapes and structures given, autocast, training or not."""
     given = [
         (name, place, structure, [(tuple(t.shape), t.dtype) for t in tensors])
@@ -65,7 +77,7 @@ def signature(feed: Feed, modules: Iterable[nn.Module]) -> Any:
         for place, value in values.items()
         for tensors, structure in (flatten(value),)
     ]
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return given, autocast, [module.training for module in modules]
 
 

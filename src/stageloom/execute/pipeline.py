@@ -19,9 +19,11 @@ from stageloom.errors import InputError, ScheduleError
 from stageloom.execute.agreement import agree
 from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice
 from stageloom.execute.buffers import Buffers
-from stageloom.execute.executor import Executor, Net, Run
+from stageloom.execute.devices import control_device, device_of, net_of
+from stageloom.execute.executor import Executor, Run
 from stageloom.execute.feeding import along, fill, same, signature
 from stageloom.execute.mesh import Mesh, grid_of
+from stageloom.execute.pairs import has_parts, join_pairs
 from stageloom.execute.replicas import Shared, Tied
 from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
@@ -87,6 +89,11 @@ class Pipeline:
         For stages whose outputs change in shape, or in what is no tensor, while the inputs' shapes stay.
     window
         Receives posted ahead, a sender.
+    device
+        Where this rank's stages live; their parameters' device unless given. Inputs and targets are moved there.
+    edge_groups
+        Whether every directed edge between two ranks gets a process group of its own; unless given, where the backend
+        runs all messages of a group in one order (NCCL).
     check_finite
         An infinity or nan in what an op computes ends the step with an error that names op and values.
     optimizer
@@ -109,6 +116,8 @@ class Pipeline:
         dynamic: bool = False,
         optimizer: Make | None = None,
         window: int = 2,
+        device: str | torch.device | None = None,
+        edge_groups: bool | None = None,
         check_finite: bool = False,
         on_task: Callable[[str], None] | None = None,
     ) -> None:
@@ -123,16 +132,18 @@ class Pipeline:
         self.optimizer = optimizer
         self.dynamic = dynamic
         check_options(schedule, loss, split, recompute, tied, window, optimizer)
-        agree(self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic)
+        self.device = device_of(self.modules, device, self.group)
+        agree(self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic, edge_groups)
         self.sharded = Sharded(self.modules, self.grid, self.rank)
         program = lower(schedule, data_parallel=bool(self.grid.data), sharded=self.sharded.stages)
         self.tasks = tasks_of(program, self.rank)
         self.shared = Shared(schedule, self.grid, self.rank, self.modules, tied, self.sharded)
         self.reports: dict[tuple[int, int], Report] = {}
         self.runners = {key: self._runner(key, module, loss, split, recompute) for key, module in self.modules.items()}
-        net = Net(self.group, device=torch.device("cpu"), rank=self.rank)
+        joints, self.overlaps = join_pairs(self.tasks, self.runners, dynamic=dynamic)
+        net = net_of(self.group, program, self.device, edge_groups)
         self.executor = Executor(
-            self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite
+            self.runners, net, self._beside, window=window, on_task=on_task, check_finite=check_finite, joints=joints
         )
         self.signature: Any = None  # None: nothing that the other ranks know of
         self.names = names_of(self.group, self.modules, tied)
@@ -155,9 +166,11 @@ class Pipeline:
                 raise InputError(f"stage {key}: is a {type(module).__name__}; expected an nn.Module")
         return {key: given[key] for key in sorted(wanted)}
 
-    def _splits(self, stage: int) -> bool:
-        """Does this rank run a B or a W of the stage by itself?"""
-        return any(task.place.stage == stage and task.code in (Code.B, Code.W) for task in self.tasks)
+    def _splits(self, stage: int, module: nn.Module) -> bool:
+        """Is it of use to have B and W of the stage apart? Where this rank runs one by itself, or the stage has
+        all-to-alls that W can be done under."""
+        own = [task for task in self.tasks if task.place.stage == stage]
+        return any(task.code in (Code.B, Code.W) or (task.pair and has_parts(module)) for task in own)
 
     def _runner(
         self,
@@ -172,7 +185,7 @@ class Pipeline:
         if self.optimizer is not None:
             report = Report("fused", "asynchronous schedules run on copies of the weights", {}, ())
             versions = Versions(module, optimizer_of(module, self.optimizer, stage), schedule.update_every)
-        elif mode == "auto" and not self._splits(stage):
+        elif mode == "auto" and not self._splits(stage, module):
             report, versions = Report("fused", "the schedule has no op that does B or W alone here", {}, ()), None
         else:
             refuse_walking_twice(module, mode, stage)
@@ -190,6 +203,7 @@ class Pipeline:
             parts=1 if versions is not None else schedule.microbatches * schedule.slices * self.grid.copies,
             recompute=stage in recompute,
             versions=versions,
+            device=self.device,
         )
 
     # ----------------------------------------------------------------------------------------------------- running
@@ -223,6 +237,7 @@ class Pipeline:
             inputs,
             targets,
             kwargs,
+            self.device,
         )
         feed.announce = self._announce(feed)
         for runner in self.runners.values():
@@ -243,7 +258,7 @@ class Pipeline:
 
         Modules stay in training or evaluation mode, whichever they are in.
         """
-        feed = fill(Feed(keep_outputs=True), self.schedule, self.modules, inputs, targets, kwargs)
+        feed = fill(Feed(keep_outputs=True), self.schedule, self.modules, inputs, targets, kwargs, self.device)
         for runner in self.runners.values():
             runner.begin(feed)
         self.signature = None  # the shapes announced now are not those of the last step
@@ -262,8 +277,9 @@ class Pipeline:
 
     def _announce(self, feed: Feed) -> bool:
         """Have shapes changed since the last step on any rank?"""
-        now = signature(feed, self.modules.values())
-        changed = torch.tensor([int(self.dynamic or self.signature is None or not same(now, self.signature))])
+        now = signature(feed, self.modules.values(), self.device)
+        differs = self.dynamic or self.signature is None or not same(now, self.signature)
+        changed = torch.tensor([int(differs)], device=control_device(self.group))
         self.signature = now
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
         return bool(changed)
@@ -273,7 +289,7 @@ class Pipeline:
         return dict(Counter(task.version for task in self.tasks if task.code in (Code.B, Code.BW)))
 
     def _result(self, run: Run, outputs: dict[int, Any]) -> StepResult:
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64, device=control_device(self.grid.whole))
         if run.losses:
             total[0] = torch.stack([loss.double() for loss in run.losses.values()]).sum()
             total[1] = len(run.losses)

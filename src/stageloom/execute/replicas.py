@@ -1,8 +1,7 @@
 """Parameters that live in more than one place: replicas of a stage, on two paths or on data parallel ranks, and weights
 tied between stages.
 
-All end a step with one gradient, the sum over all places, and all start equal. Groups are made by all ranks in one
-order (by stage, then by ranks), of nothing but the placement, the mesh and the list of ties, which all are given alike.
+All end a step with one gradient, the sum over all places, and all start equal.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.agreement import Part, agree_on_parts
-from stageloom.execute.groups import make_groups
+from stageloom.execute.devices import control_device, subgroups
 from stageloom.execute.mesh import Grid, give_gradient, gradient_of, local, shards_of
 from stageloom.execute.sharded import Modules, Sharded
 from stageloom.schedule import Schedule
@@ -91,13 +90,11 @@ class Shared:
         self.holders = {stage: tuple(sorted(set(ranks))) for stage, ranks in enumerate(table)}
         parts = self._parts()
         agree_on_parts(self.grid, parts)
-        shards = {stage: self.grid.beside(self.holders[stage], self.grid.data) for stage in sorted(self.sharded.stages)}
-        ties = [self.grid.beside(self._tied_ranks(members), ()) for members in self.tied]
-        self._groups = make_groups([*shards.values(), *(part.ranks for part in parts), *ties], self.grid.whole)
-        for stage, holders in shards.items():
-            self.sharded.join(stage, self._groups.get(holders))
+        self._groups = subgroups(self.grid.whole, self._sets(parts))
+        for stage in sorted(self.sharded.stages):
+            self.sharded.join(stage, self._group(self.grid.beside(self.holders[stage], self.grid.data)))
         self.copies: dict[int, list[Copies]] = {}
-        for part in parts:  # by all ranks in one order, so that all make the same groups
+        for part in parts:
             if len(part.ranks) > 1 or len(part.replicas) > 1:
                 self.copies.setdefault(part.stage, []).append(self._copies(part))
         self.ties = [tie for tie in map(self._tie, self.tied) if tie is not None]
@@ -168,12 +165,22 @@ class Shared:
                     raise InputError(f"tied: {member} is named twice")
                 seen.add(member)
 
+    def _sets(self, parts: list[Part]) -> list[tuple[int, ...]]:
+        """The sets of global ranks that sums here go over."""
+        holders = [self.grid.beside(self.holders[stage], self.grid.data) for stage in self.sharded.stages]
+        ties = [self.grid.beside(ranks, ()) for ranks in map(self._tied_ranks, self.tied) if self.rank in ranks]
+        return [*holders, *(part.ranks for part in parts), *ties]
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """The process group of these global ranks; None for a single rank, or on ranks outside."""
+        return self._groups.get(ranks)
+
     def _tied_ranks(self, members: Sequence[tuple[int, str]]) -> tuple[int, ...]:
         return tuple(sorted({rank for stage, _ in members for rank in self.holders[stage]}))
 
     def _tie(self, members: Sequence[tuple[int, str]]) -> _Tie | None:
         ranks = self._tied_ranks(members)
-        group = self._groups.get(self.grid.beside(ranks, ()))
+        group = self._group(self.grid.beside(ranks, ()))
         if self.rank not in ranks:
             return None
         source = self.grid.beside((self.schedule.placement.paths[0][members[0][0]],), ())[0]
@@ -279,7 +286,7 @@ class Shared:
         if self.grid.mesh is None and shards_of(parameter for *_, parameter in everything):
             raise InputError("clip_grad_norm: parameters lie in shards; give Pipeline the mesh= of all processes")
         uncounted = {id(p) for tie in self.ties for p in tie.own if p is not tie.first}
-        squares = torch.zeros(1, dtype=torch.float64)
+        squares = torch.zeros(1, dtype=torch.float64, device=control_device(self.grid.whole))
         gradients: dict[int, Tensor] = {}
         for path, stage, name, parameter in everything:
             gradient = None if id(parameter) in gradients else gradient_of(parameter)
@@ -288,7 +295,7 @@ class Shared:
             gradients[id(parameter)] = gradient
             if path == 0 and id(parameter) not in uncounted:  # other paths hold replicas
                 held = self.grid.held_by(stage, name, parameter)
-                squares += gradient.detach().double().square().sum().cpu() / held
+                squares += gradient.detach().double().square().sum().to(squares.device) / held
         dist.all_reduce(squares, group=self.grid.whole)
         norm = float(squares.sqrt())
         factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageloom.execute.casting import no_autocast
 from stageloom.execute.split_queue import Entry, Queue, current, gate
 from stageloom.execute.split_rules import Gradients, Rule
 
@@ -58,7 +59,7 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, of: _Call, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.of = of
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             y, kept = of.rule.forward(x, w, b)
         if of.keeper is None:
             ctx.save_for_backward(x, w, *kept)
@@ -71,7 +72,7 @@ class _Layer(torch.autograd.Function):
             return (None,) * 4
         of: _Call = ctx.of
         x, w, *rest = (ctx if of.keeper is None else of.keeper).saved_tensors
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             if torch.is_grad_enabled():
                 return None, *_differentiable(of, g, x, w, ctx.needs_input_grad[1])
             kept = tuple(rest)
@@ -107,7 +108,7 @@ def _defer(of: _Call, queue: Queue, g: Tensor, x: Tensor, w: Tensor, kept: Gradi
 
     def compute(tensors: Gradients) -> Gradients:
         g, x, w, *kept = tensors
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             return rule.weight_gradients(g, x, w, tuple(kept), bias)
 
     # Detached: a saved tensor still leads to the graph behind it, which must be free after B.
@@ -121,18 +122,3 @@ def _differentiable(of: _Call, g: Tensor, x: Tensor, w: Tensor, input_too: bool)
     wanted = [t for t in (x if input_too else None, w, b) if t is not None]
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True))
     return next(found) if input_too else None, next(found), next(found) if b is not None else None
-
-
-class _no_autocast:
-    """Rules choose their dtypes themselves. Costs nothing where autocast is off."""
-
-    def __init__(self, device: str) -> None:
-        self.context = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
-
-    def __enter__(self) -> None:
-        if self.context is not None:
-            self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.context is not None:
-            self.context.__exit__(*error)

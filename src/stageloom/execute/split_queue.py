@@ -210,6 +210,16 @@ def current() -> Queue | None:
     return None if found is None else found.queue
 
 
+@contextmanager
+def not_recording() -> Generator[None]:
+    """Within the block no layer belongs to the forward in progress: a backward that interrupts it has its own."""
+    token = _recording.set(None)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
 def gate(parameter: Tensor | None) -> Tensor | None:
     """The parameter as a deferred layer has to read it: behind its gate, or itself if no deferred forward runs."""
     found = _recording.get()
@@ -250,17 +260,17 @@ def whole_gradients(queue: Queue, nodes: Callable[[], Sequence[Any]]) -> Abstrac
     gradient in the backward and the other from the queue. If it has hooks, they would fire twice, with half a gradient
     each. So its first part is caught here, hooks off, and queued.
     """
-    hooked = {key for key, parameter in queue.parameters.items() if _hooks(parameter) != (None, None)}
-    both = _reached(nodes(), hooked) if hooked else []
+    hooked = {key for key, parameter in queue.parameters.items() if hooks_of(parameter) != (None, None)}
+    both = reached(nodes(), hooked) if hooked else []
     return _caught(queue, both) if both else nullcontext()
 
 
 @contextmanager
 def _caught(queue: Queue, both: list[Tensor]) -> Generator[None]:
-    before = [(parameter, parameter.grad, *_hooks(parameter)) for parameter in both]
+    before = [(parameter, parameter.grad, *hooks_of(parameter)) for parameter in both]
     for parameter in both:
         parameter.grad = None
-        _set_hooks(parameter, None, None)
+        set_hooks(parameter, None, None)
     queue.held = {id(parameter) for parameter in both}
     try:
         yield
@@ -268,19 +278,19 @@ def _caught(queue: Queue, both: list[Tensor]) -> Generator[None]:
         queue.held = set()
         for parameter, gradient, first, last in before:
             part, parameter.grad = parameter.grad, gradient
-            _set_hooks(parameter, first, last)
+            set_hooks(parameter, first, last)
             if part is not None:
                 queue.add(Entry((parameter,), (part,), lambda tensors: tensors))
 
 
-def _hooks(parameter: Tensor) -> tuple[Any, Any]:
+def hooks_of(parameter: Tensor) -> tuple[Any, Any]:
     # Torch has no public way to set hooks aside.
     return getattr(parameter, "_backward_hooks", None) or None, (
         getattr(parameter, "_post_accumulate_grad_hooks", None) or None
     )
 
 
-def _set_hooks(parameter: Any, first: Any, last: Any) -> None:
+def set_hooks(parameter: Any, first: Any, last: Any) -> None:
     parameter._backward_hooks = first
     if parameter._post_accumulate_grad_hooks is not None:
         # None would leave torch with the hooks it has.
@@ -290,19 +300,19 @@ def _set_hooks(parameter: Any, first: Any, last: Any) -> None:
 @contextmanager
 def quiet(parameters: Sequence[Tensor]) -> Generator[None]:
     """Within the block no hook of these parameters fires and their `.grad` starts as None; both come back after it."""
-    before = [(parameter, parameter.grad, *_hooks(parameter)) for parameter in parameters]
+    before = [(parameter, parameter.grad, *hooks_of(parameter)) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-        _set_hooks(parameter, None, None)
+        set_hooks(parameter, None, None)
     try:
         yield
     finally:
         for parameter, gradient, first, last in before:
             parameter.grad = gradient
-            _set_hooks(parameter, first, last)
+            set_hooks(parameter, first, last)
 
 
-def _reached(nodes: Sequence[Any], keys: set[int]) -> list[Tensor]:
+def reached(nodes: Sequence[Any], keys: set[int]) -> list[Tensor]:
     """The parameters among `keys` whose accumulation stands in the graph."""
     seen: set[Any] = set()
     waiting: list[Any] = list(nodes)

@@ -98,7 +98,11 @@ def run_forward(
     return left, Saved(mode, kept, outputs, parameters, queue)
 
 
-def run_backward(saved: Saved, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+Walk = Callable[[list[GradientEdge], list[Tensor]], None]
+"""Runs autograd's backward from these places in the graph, with a gradient for each."""
+
+
+def run_backward(saved: Saved, grads: Sequence[Tensor | None], go: Walk = walk) -> list[Tensor | None]:
     """BW: the gradients of the inputs, None for those that have none; those of the parameters are accumulated.
 
     `grads` are those of the outputs, None where none arrives; those of outputs without a gradient are ignored. [None]
@@ -112,10 +116,10 @@ def run_backward(saved: Saved, grads: Sequence[Tensor | None]) -> list[Tensor | 
         if not edges:
             return _take_gradients(saved)
         if queue is None:
-            walk(edges, given)
+            go(edges, given)
         else:
             with whole_gradients(queue, lambda: [edge.node for edge in edges]):
-                walk(edges, given)
+                go(edges, given)
             queue.run()
         return _take_gradients(saved)
     finally:
@@ -124,10 +128,13 @@ def run_backward(saved: Saved, grads: Sequence[Tensor | None]) -> list[Tensor | 
         _free(saved)
 
 
-def run_backward_input(saved: Saved, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """B: as `run_backward`, but the weight gradients wait for `run_backward_weight` as far as the mode allows it."""
+def run_backward_input(saved: Saved, grads: Sequence[Tensor | None], go: Walk = walk) -> list[Tensor | None]:
+    """B: as `run_backward`, but the weight gradients wait for `run_backward_weight` as far as the mode allows it.
+
+    Mode "graph" asks for the inputs' gradients alone, and has no use for `go`.
+    """
     if saved.mode == "fused":
-        found = run_backward(saved, grads)
+        found = run_backward(saved, grads, go)
         saved.done = "B"
         return found
     _step(saved, "F", "B")
@@ -142,7 +149,7 @@ def run_backward_input(saved: Saved, grads: Sequence[Tensor | None]) -> list[Ten
         if edges:
             queue.deferring = True
             with whole_gradients(queue, lambda: [edge.node for edge in edges]):
-                walk(edges, given)
+                go(edges, given)
         return _take_gradients(saved)
     except BaseException:
         queue.clear()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.buffers import batch_norms, not_counting
+from stageloom.execute.casting import AS_IT_IS, no_autocast
 from stageloom.execute.chance import Random, seed_of
 from stageloom.execute.channel import has_gradient
+from stageloom.execute.devices import CPU
+from stageloom.execute.engine import Engine, Job
 from stageloom.execute.sharded import trained
 from stageloom.execute.split import (
     Mode,
     Report,
-    Saved,
     run_backward,
     run_backward_input,
     run_backward_weight,
@@ -63,8 +65,8 @@ class Feed:
 class _Flight:
     """A micro-batch between its forward and the end of its backward."""
 
-    saved: Saved | None  # None where the forward is run again
-    again: Callable[[], Saved] | None
+    saved: Any  # a `split.Saved` or what an engine leaves; None where the forward is run again
+    again: Callable[[], Any] | None
     have: list[bool]  # of the outputs that are for the next stage, which have a gradient; what follows them is carry
     outputs: int
     inputs: int  # what came from the stage before; what follows is carry
@@ -87,9 +89,12 @@ class StageRunner:
         parts: int,
         recompute: bool = False,
         versions: Versions | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.module = module
         self.mode: Mode = report.mode
+        self.engine: Engine | None = None  # None: one graph of autograd
         self.report = report
         self.first = first
         self.last = last
@@ -115,9 +120,19 @@ class StageRunner:
     # --------------------------------------------------------------------------------------------------- forward
 
     def forward(
-        self, place: Place, value: tuple[list[Tensor], Any] | None, *, version: int, backward: bool, whole: bool
+        self,
+        place: Place,
+        value: tuple[list[Tensor], Any] | None,
+        *,
+        version: int,
+        backward: bool,
+        whole: bool,
+        run: Callable[[Job], tuple[list[Tensor], Any]] | None = None,
     ) -> Result:
-        """Run the stage for one slice of a micro-batch; `whole`: its backward will be BW, and not B and W."""
+        """Run the stage for one slice of a micro-batch; `whole`: its backward will be BW, and not B and W.
+
+        `run` does it in the engine's place.
+        """
         tensors, structure = flatten(self.feed.inputs.pop(place)) if value is None else value
         carry, carry_structure = self.carries.pop(place, ([], None)) if self.sequence else ([], None)
         given = tensors + carry
@@ -133,22 +148,46 @@ class StageRunner:
             carried, trees["carry"] = ([], None) if following is None else flatten(following)
             return results + carried
 
+        def enter(flat: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Of stages with an engine, which know no carry."""
+            argument = unflatten(flat, structure)
+            arguments = argument if isinstance(argument, tuple) else (argument,)
+            return arguments, self.feed.kwargs.get(place, _NO_ARGUMENTS)
+
+        def leave(output: Any) -> list[Tensor]:
+            results = self._results(output, place, trees)
+            trees["values"] = len(results)
+            return results
+
         parameters = self._leaves(version)
         # the first stage's inputs need no gradient
         wanted = [not self.first] * len(tensors) + [True] * len(carry)
         random = self._random(place)
-        saved: Saved | None = None
-        mode, layers = "fused" if whole else self.mode, self.report.layers
-        layers.plain = whole
+        saved: Any = None
+        engine, layers = self.engine, self.report.layers
+        layers.plain = whole and engine is None
+        mode = "fused" if layers.plain else self.mode
+
+        def job() -> Job:
+            target = self.feed.targets.get(place) if self.last else None
+            return Job(enter, leave, given, parameters, wanted, place, target)
+
+        def with_graph() -> tuple[list[Tensor], Any]:
+            if engine is not None:
+                return engine.forward(job())
+            return run_forward(mode, call, given, parameters, wanted=wanted, layers=layers)
+
         with random:
-            if backward and not self.recompute:
-                outputs, saved = run_forward(mode, call, given, parameters, wanted=wanted, layers=layers)
+            if run is not None:
+                outputs, saved = run(job())
+            elif backward and not self.recompute:
+                outputs, saved = with_graph()
             else:
                 outputs = self._without_graph(call, given)
 
-        def again() -> Saved:
+        def again() -> Any:
             with random, not_counting(self.norms):
-                return run_forward(mode, call, given, parameters, wanted=wanted, layers=layers)[1]
+                return with_graph()[1]
 
         values: int = trees["values"]
         if self.sequence and place.slice + 1 < self.slices and trees["carry"] is not None:
@@ -214,17 +253,28 @@ class StageRunner:
     def _random(self, place: Place) -> AbstractContextManager[None]:
         seed = self.feed.seed
         if seed is None and not self.recompute:
-            return _AS_IT_IS
+            return AS_IT_IS
         if seed is not None:
             seed = seed_of(seed, place.stage, self.feed.microbatches_before + place.microbatch, place.slice)
-        return Random(seed, keep=self.recompute)
+        return Random(seed, keep=self.recompute, device=self.device)
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, place: Place, gradients: list[Tensor] | None, *, whole: bool) -> list[Tensor]:
-        """B, or BW where `whole`: gradients for the stage before, one for each floating-point input."""
+    def backward(
+        self,
+        place: Place,
+        gradients: list[Tensor] | None,
+        *,
+        whole: bool,
+        run: Callable[[Any, list[Tensor | None]], list[Tensor | None]] | None = None,
+    ) -> list[Tensor]:
+        """B, or BW where `whole`: gradients for the stage before, one for each floating-point input.
+
+        `run` does it in the engine's place, with what the forward left and the gradients of the outputs.
+        """
         flight = self.flights[place]
-        self.report.layers.plain = whole
+        engine = self.engine
+        self.report.layers.plain = whole and engine is None
         if flight.again is not None:
             flight.saved, flight.again = flight.again(), None
         saved = flight.saved
@@ -239,8 +289,13 @@ class StageRunner:
         carried = flight.outputs - len(flight.have)
         grads += self.carry_gradients.pop(place, [None] * carried)
         leaves = saved.inputs[: flight.inputs]
-        with no_autocast():
-            inputs = (run_backward if whole else run_backward_input)(saved, grads)
+        with no_autocast(self.device.type):
+            if run is not None:
+                inputs = run(saved, grads)
+            elif engine is not None:
+                inputs = engine.backward(saved, grads, whole)
+            else:
+                inputs = (run_backward if whole else run_backward_input)(saved, grads)
         if self.sequence and place.slice > 0:
             self.carry_gradients[place._replace(slice=place.slice - 1)] = inputs[flight.inputs :]
         if whole:
@@ -257,8 +312,8 @@ class StageRunner:
         """W."""
         saved = self.flights[place].saved
         assert saved is not None, "W before B"
-        with no_autocast():
-            run_backward_weight(saved)
+        with no_autocast(self.device.type):
+            run_backward_weight(saved) if self.engine is None else self.engine.weight(saved)
         self._ended(place)
 
     def _ended(self, place: Place) -> None:
@@ -268,12 +323,6 @@ class StageRunner:
 
 
 _NO_ARGUMENTS: dict[str, Any] = {}
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
-
-
-def no_autocast() -> AbstractContextManager[Any]:
-    """A backward has the dtypes of its forward already. Costs nothing where autocast is off."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _AS_IT_IS
 
 
 def _version(tensor: Tensor) -> int:
