@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import feature_tasks
 import toy
-from stageloom.errors import InputError
+from stageloom.errors import InputError, ScheduleError
 from stageloom.execute.mesh import Mesh
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.split import Experts
@@ -180,6 +180,20 @@ WRAPS: dict[str, Any] = {
     "tp": _tensor_parallel,
     "tp fsdp": lambda module, mesh: _tensor_parallel(module, mesh, sharded=True),
 }
+
+
+def train_asynchronously(seat: Any, schedule: Schedule, layout: Layout, feed: Any) -> dict[str, Any]:
+    """This rank's weights after one run of an asynchronous schedule; only the first pipeline starts with the right."""
+    mesh = mesh_of(layout)
+    number = mesh.get_local_rank("pp")
+    module = toy.stage(number)
+    if mesh.get_local_rank("dp"):
+        for parameter in module.parameters():
+            parameter.data.zero_()
+    options: dict[str, Any] = {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)}
+    pipeline = Pipeline(schedule, {number: module}, toy.loss, mesh=mesh, on_task=doing, **options)
+    loss = pipeline.step(*(part(mesh, each, ("dp",)) for each in feed)).loss
+    return {"stage": number, "weights": dict(module.state_dict()), "loss": loss}
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -357,8 +371,9 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
         next(module for module in modules.values()).norm.weight.requires_grad_(False)
     elif case == "unlike" and seat.rank == 1:
         modules = {key: toy.Toy(toy.WIDTH + 1).double() for key in modules}
-    elif case in ("ddp", "along pp"):
-        modules = {key: WRAPS[case](module, mesh) for key, module in modules.items()}
+    elif case in ("ddp", "along pp", "async"):
+        wrap = WRAPS["fsdp" if case == "async" else case]
+        modules = {key: wrap(module, mesh) for key, module in modules.items()}
     elif case in ("fsdp without mesh", "no data"):
         modules = {key: _fsdp(module, mesh, "other") for key, module in modules.items()}
         given = None if case == "fsdp without mesh" else mesh
@@ -371,6 +386,6 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
         options["group"] = mesh.get_group("pp")
     try:
         Pipeline(schedule, modules, toy.loss, mesh=given, on_task=doing, **options)
-    except InputError as error:
+    except (InputError, ScheduleError) as error:
         return str(error)
     return "went through"

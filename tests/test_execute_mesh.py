@@ -19,6 +19,7 @@ from mesh_tasks import (
     is_expert,
     refused,
     train,
+    train_asynchronously,
     train_experts,
     whole_experts,
 )
@@ -176,6 +177,21 @@ def test_evaluation(wrap: str | None, pool: Pool) -> None:
         assert torch.allclose(outputs[m], wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_asynchronous_schedules_update_all_pipelines_alike(name: str, pool: Pool) -> None:
+    """As one process with the same staleness, for which the micro-batches of one number are one."""
+    schedule = sl.build(name, 2, 6)
+    every = schedule.update_every
+    expected = toy.emulate(
+        2, 6, every, lambda m, s: max(0, m - 1 + s) if every == 1 else max(m // 2 - 1, 0), pipelines=2
+    )
+    (x, y), losses = feeds(12)[0], []
+    for result in pool.run(train_asynchronously, schedule, TWO_BY_TWO, (x, y)):
+        losses.append(result["loss"])
+        same(result["weights"], expected[result["stage"]], 1.0, f"{name}, stage {result['stage']}")
+    assert losses == [losses[0]] * 4
+
+
 # ------------------------------------------------------------------------------------------------------ fully sharded
 
 
@@ -330,7 +346,7 @@ def test_tensor_parallel_beside_data_parallel(split: str, other_pool: Pool) -> N
             "unlike",
             "stage 0: ranks 0 and 1 train it together, but hold norm.weight [6] torch.float64 and norm.weight [7]",
         ),
-        ("async", "pipedream updates weights under way, so it does not run data parallel (over dp)"),
+        ("async", "pipedream: runs on copies of older weights, so that none can lie in shards"),
         ("ddp", "is wrapped by DistributedDataParallel, which sums gradients after each backward"),
         ("along pp", "fully_shard spreads it over ranks"),
         ("fsdp without mesh", "give mesh= with the dimension it is sharded over"),

@@ -241,6 +241,13 @@ class Shared:
                     _add_up(each, each)
             self._under_way += _sums(mine[0], copies.group)
 
+    def sum_now(self, stage: int) -> None:
+        """Sum the gradients of a stage over its holders, and wait for it."""
+        self.start(stage)
+        under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            each.finish()
+
     def _is_complete(self, parameter: nn.Parameter) -> bool:
         return self._waiting.isdisjoint(self.stages_of.get(id(parameter), ()))
 
