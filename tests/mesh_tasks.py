@@ -182,6 +182,46 @@ WRAPS: dict[str, Any] = {
 }
 
 
+class _AtBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.action()
+        return grads[0], None
+
+
+class Acting(nn.Module):
+    """A layer that does something of its own in its backward."""
+
+    def __init__(self, action: Any) -> None:
+        super().__init__()
+        self.layer, self.action = nn.Linear(toy.WIDTH, toy.WIDTH), action
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _AtBackward.apply(self.layer(x), self.action)
+
+
+def wait_for_what_follows(seat: Any, schedule: Schedule) -> list[str]:
+    """The second process begins the backward of its last stage when the first has reduced its own and gone on."""
+
+    def nothing() -> None:
+        return None
+
+    first, last = (
+        (lambda: seat.store.set("beyond", "1"), nothing)
+        if seat.rank == 0
+        else (nothing, lambda: seat.store.get("beyond"))
+    )
+    modules = {0: Acting(first), 1: Acting(last)}
+    pipeline = Pipeline(schedule, modules, toy.loss, mesh=mesh_of({"pp": 1, "dp": 2}), on_task=doing)
+    pipeline.step(*(each.float() for each in toy.data(1, 0)))
+    return [task.name for task in pipeline.tasks]
+
+
 def train_asynchronously(seat: Any, schedule: Schedule, layout: Layout, feed: Any) -> dict[str, Any]:
     """This rank's weights after one run of an asynchronous schedule; only the first pipeline starts with the right."""
     mesh = mesh_of(layout)
@@ -197,6 +237,14 @@ def train_asynchronously(seat: Any, schedule: Schedule, layout: Layout, feed: An
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
+
+
+def refused_training(seat: Any, *given: Any) -> str:
+    try:
+        train(seat, *given)
+    except InputError as error:
+        return str(error)
+    return "went through"
 
 
 def evaluate(seat: Any, schedule: Schedule, layout: Layout, feed: Any, wrap: str | None) -> dict[str, Any]:

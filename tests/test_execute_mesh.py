@@ -18,12 +18,14 @@ from mesh_tasks import (
     evaluate,
     is_expert,
     refused,
+    refused_training,
     train,
     train_asynchronously,
     train_experts,
+    wait_for_what_follows,
     whole_experts,
 )
-from stageloom.execute.workers import Failure, Pool
+from stageloom.execute.workers import Pool
 from stageloom.schedule import Schedule
 from stageloom.schedules import Record, records
 
@@ -103,6 +105,12 @@ def test_two_steps_of_every_schedule_equal_one_process(record: Record, pool: Poo
         assert len(reductions) == len(set(reductions)) == len({stage for stage, _ in result["gradients"]})
 
 
+def test_a_reduction_runs_under_the_ops_that_follow_it(pool: Pool) -> None:
+    """Were it waited for in its place, the two processes would wait for each other for ever."""
+    for tasks in pool.run(wait_for_what_follows, sl.build("zb-v", 1, 1), size=2):
+        assert tasks == ["F0@0", "F0@1", "B0@1", "W0@1", "reduce @1", "B0@0", "W0@0", "reduce @0"]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "dualpipe", "chimera"])
 def test_accumulation_loss_scale_and_clipping(name: str, pool: Pool) -> None:
     check(pool, sl.build(name, 2, 4), TWO_BY_TWO, steps=3, clip=0.01)
@@ -145,8 +153,9 @@ def test_a_parameter_that_two_stages_of_a_rank_share_is_summed_once(pool: Pool) 
         for stage, found in result["gradients"]:
             same(found, expected[stage], 1.0, f"stage {stage}")
         assert result["norm"] == pytest.approx(norm)
-    with pytest.raises(Failure, match="share one parameter object"):
-        pool.run(train, sl.build("dualpipe", 2, 4), TWO_BY_TWO, "toy", feeds(8), {"shared": True})
+    options = {"shared": True}
+    for said in pool.run(refused_training, sl.build("dualpipe", 2, 4), TWO_BY_TWO, "toy", feeds(8), options):
+        assert "share one parameter object (first.weight), and the schedule has replicas of them" in said
 
 
 @pytest.mark.parametrize("wrap", [None, "fsdp"])
