@@ -259,6 +259,17 @@ def test_layers_that_only_some_processes_use(pool: Pool) -> None:
             assert microbatches > 1 or {"low.weight", "high.weight"} <= used[0]
 
 
+def test_mixed_precision_beside_layers_that_only_some_processes_use(pool: Pool) -> None:
+    results = pool.run(train, sl.build("zb-v", 1, 1), {"pp": 1, "dp": 4}, "choosy", feeds(4), {"wrap": "mixed"})
+    expected = whole("choosy", 2, feeds(4))["gradients"]
+    for result in results:
+        for stage, found in result["gradients"]:
+            for name, wanted in expected[stage].items():
+                assert (found[name] is None) == (wanted is None), name
+                if wanted is not None:
+                    assert float((found[name] - wanted).abs().max()) <= 0.05 * float(wanted.abs().max()), name
+
+
 def test_gradients_of_low_precision_weights_are_added_up_in_high_precision(pool: Pool) -> None:
     """64 times the same micro-batch, all weight gradients at the end: in bfloat16 the sum would be off by percents."""
     count = 32
