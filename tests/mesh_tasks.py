@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import feature_tasks
 import toy
-from stageloom.errors import InputError
+from stageloom.errors import InputError, ScheduleError
 from stageloom.execute.mesh import Mesh
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.split import Experts
@@ -182,7 +182,69 @@ WRAPS: dict[str, Any] = {
 }
 
 
+class _AtBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.action()
+        return grads[0], None
+
+
+class Acting(nn.Module):
+    """A layer that does something of its own in its backward."""
+
+    def __init__(self, action: Any) -> None:
+        super().__init__()
+        self.layer, self.action = nn.Linear(toy.WIDTH, toy.WIDTH), action
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _AtBackward.apply(self.layer(x), self.action)
+
+
+def wait_for_what_follows(seat: Any, schedule: Schedule) -> list[str]:
+    """The second process begins the backward of its last stage when the first has reduced its own and gone on."""
+
+    def nothing() -> None:
+        return None
+
+    first, last = (
+        (lambda: seat.store.set("beyond", "1"), nothing)
+        if seat.rank == 0
+        else (nothing, lambda: seat.store.get("beyond"))
+    )
+    modules = {0: Acting(first), 1: Acting(last)}
+    pipeline = Pipeline(schedule, modules, toy.loss, mesh=mesh_of({"pp": 1, "dp": 2}), on_task=doing)
+    pipeline.step(*(each.float() for each in toy.data(1, 0)))
+    return [task.name for task in pipeline.tasks]
+
+
+def train_asynchronously(seat: Any, schedule: Schedule, layout: Layout, feed: Any) -> dict[str, Any]:
+    """This rank's weights after one run of an asynchronous schedule; only the first pipeline starts with the right."""
+    mesh = mesh_of(layout)
+    number = mesh.get_local_rank("pp")
+    module = toy.stage(number)
+    if mesh.get_local_rank("dp"):
+        for parameter in module.parameters():
+            parameter.data.zero_()
+    options: dict[str, Any] = {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)}
+    pipeline = Pipeline(schedule, {number: module}, toy.loss, mesh=mesh, on_task=doing, **options)
+    loss = pipeline.step(*(part(mesh, each, ("dp",)) for each in feed)).loss
+    return {"stage": number, "weights": dict(module.state_dict()), "loss": loss}
+
+
 # -------------------------------------------------------------------------------------------------------- evaluation
+
+
+def refused_training(seat: Any, *given: Any) -> str:
+    try:
+        train(seat, *given)
+    except InputError as error:
+        return str(error)
+    return "went through"
 
 
 def evaluate(seat: Any, schedule: Schedule, layout: Layout, feed: Any, wrap: str | None) -> dict[str, Any]:
@@ -357,8 +419,9 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
         next(module for module in modules.values()).norm.weight.requires_grad_(False)
     elif case == "unlike" and seat.rank == 1:
         modules = {key: toy.Toy(toy.WIDTH + 1).double() for key in modules}
-    elif case in ("ddp", "along pp"):
-        modules = {key: WRAPS[case](module, mesh) for key, module in modules.items()}
+    elif case in ("ddp", "along pp", "async"):
+        wrap = WRAPS["fsdp" if case == "async" else case]
+        modules = {key: wrap(module, mesh) for key, module in modules.items()}
     elif case in ("fsdp without mesh", "no data"):
         modules = {key: _fsdp(module, mesh, "other") for key, module in modules.items()}
         given = None if case == "fsdp without mesh" else mesh
@@ -371,6 +434,6 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
         options["group"] = mesh.get_group("pp")
     try:
         Pipeline(schedule, modules, toy.loss, mesh=given, on_task=doing, **options)
-    except InputError as error:
+    except (InputError, ScheduleError) as error:
         return str(error)
     return "went through"

@@ -137,10 +137,33 @@ def test_what_is_shared_out_is_gathered_where_it_runs() -> None:
     assert next(i.stream for i in program.instructions(0)) == "gather"
 
 
-def test_no_reduction_ends_a_step_of_a_schedule_that_updates_under_way() -> None:
-    for options in ({"data_parallel": True}, {"sharded": [0]}):
-        with pytest.raises(ScheduleError, match="pipedream: updates weights under way"):
-            lower(build("pipedream", 2, 4), **options)
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_asynchronous_schedules_reduce_before_each_update(name: str) -> None:
+    schedule = build(name, 2, 4)
+    program = lower(schedule, data_parallel=True)
+    assert problems(program) == []
+    for rank in range(2):
+        found = lines(program, rank)
+        for at, line in enumerate(found):
+            if line.startswith("reduce"):
+                backward = next(line for line in reversed(found[:at]) if line[0] in "BFW")
+                assert backward.startswith("BW")
+                assert (int(backward[2]) + 1) % schedule.update_every == 0
+        assert sum(line.startswith("reduce") for line in found) == 4 // schedule.update_every
+    everything = list(range(len(program)))
+    reduce = next(at for at in of_code(program, Code.REDUCE) if program.rank[at] == 1)
+    assert codes(taking(program, everything[:reduce] + everything[reduce + 1 :])) == {"unmatched"}
+    following = next(at for at in everything[reduce:] if program.code[at] < Code.SEND)
+    late = everything.copy()
+    late.insert(following, late.pop(reduce))
+    assert [str(f) for f in problems(taking(program, late))] == [
+        f"rank 1: reduce @1 stands after {program.instruction(following)}"
+    ]
+    with pytest.raises(ScheduleError, match="runs on copies of older weights"):
+        lower(schedule, sharded=[0])
+    two = replace(build("dualpipe", 2, 4), update_every=1)
+    with pytest.raises(ScheduleError, match="replicas on two paths would differ"):
+        lower(two)
 
 
 def test_a_replica_without_micro_batches_takes_part_in_the_reduction() -> None:

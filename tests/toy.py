@@ -129,17 +129,19 @@ def compare(
 
 
 def emulate(
-    ranks: int, microbatches: int, update_every: int, version_of: Any, rate: float = 0.05
+    ranks: int, microbatches: int, update_every: int, version_of: Any, rate: float = 0.05, pipelines: int = 1
 ) -> list[dict[str, Tensor]]:
     """One process with the same staleness: micro-batches one by one, each on the weight version its schedule states.
 
-    `version_of(microbatch, stage)` comes from the papers' formulas. Weights of all stages at the end.
+    `version_of(microbatch, stage)` comes from the papers' formulas. Weights of all stages at the end. Of several
+    pipelines, each with its part of the data, those with one number count as one micro-batch.
     """
     live = [stage(number) for number in range(ranks)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9) for module in live]
     history = [[{n: p.detach().clone() for n, p in module.named_parameters()}] for module in live]
-    inputs, targets = data(microbatches, 0)
-    for m, (x, y) in enumerate(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True)):
+    parts = [each.chunk(pipelines * microbatches) for each in data(pipelines * microbatches, 0)]
+    for m in range(microbatches):
+        x, y = (torch.cat(each[m::microbatches]) for each in parts)
         leaves = [
             {n: w.clone().requires_grad_() for n, w in history[s][version_of(m, s)].items()} for s in range(ranks)
         ]

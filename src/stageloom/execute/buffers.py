@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage] (their only base)
 
 from stageloom.errors import InputError
-from stageloom.execute.replicas import Copies, Shared, spread
+from stageloom.execute.replicas import Copies, Shared
+from stageloom.execute.sums import spread
 
 
 def batch_norms(module: nn.Module) -> list[BatchNorm]:

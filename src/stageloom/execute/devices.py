@@ -10,7 +10,7 @@ directed edge between two ranks gets a group of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
+from stageloom.execute.groups import make_groups
 from stageloom.lower import Code, Program
 
 CPU: Final = torch.device("cpu")
@@ -114,37 +115,6 @@ def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     raise InputError(f"group: its backends are {known}, none of which sends tensors of {device}")
 
 
-def subgroups(group: dist.ProcessGroup, own: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Process groups, with the backends of `group`, of these sets of global ranks (all of `group`, this one among
-    them; sets of one are left out). All ranks of `group` call it at once.
-
-    torch names a group after its ranks and the number of groups that the process has, and some backends want all
-    processes to split a communicator together. So all ranks make equally many: the sets of all are made in rounds of
-    disjoint ones, and a rank that is in none of a round makes a group of itself.
-    """
-    rank = dist.get_rank()
-    mine = [ranks for ranks in dict.fromkeys(own) if len(ranks) > 1]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    world: Any = getattr(dist.distributed_c10d, "_world", None)  # torch has no public count of groups
-    count = len(getattr(world, "pg_names", ()))
-    dist.all_gather_object(said, (count, mine), group=group)
-    rounds: list[list[tuple[int, ...]]] = []
-    for ranks in sorted({ranks for _, theirs in said for ranks in theirs}):
-        free = (each for each in rounds if not any(set(ranks) & set(other) for other in each))
-        found = next(free, None)
-        if found is None:
-            rounds.append([ranks])
-        else:
-            found.append(ranks)
-    alone = [(rank,)] * (max(others for others, _ in said) - count if rounds else 0)
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    backend = dist.get_backend_config(group)
-    for ranks in (*alone, *(next((ranks for ranks in each if rank in ranks), (rank,)) for each in rounds)):
-        new: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        made[ranks] = new
-    return {ranks: group for ranks, group in made.items() if len(ranks) > 1}
-
-
 Link = tuple[dist.ProcessGroup, int]
 """The group in which to reach another rank, and its number there."""
 
@@ -202,7 +172,7 @@ def _edges(
     incoming: dict[int, Link] = {}
     token = torch.zeros(1, device=wire)
     world = {edge: tuple(dist.get_global_rank(group, end) for end in edge) for edge in edges if rank in edge}
-    groups = subgroups(group, world.values())
+    groups = make_groups(world.values(), group)
     for edge, ends in world.items():
         source, target = edge
         own = groups[ends]

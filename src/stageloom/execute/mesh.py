@@ -144,11 +144,6 @@ def grid_of(mesh: Mesh | DeviceMesh | None, group: dist.ProcessGroup | None, sch
         raise InputError(f"{schedule.name} has {schedule.ranks} ranks and the mesh {size} along {given.pipeline!r}")
     if dist.get_rank(pipeline) != place:
         raise InputError(f"mesh: ranks do not ascend along {given.pipeline!r}, but a process group orders them so")
-    if not schedule.synchronous and data:
-        raise InputError(
-            f"mesh: {schedule.name} updates weights under way, so it does not run data parallel (over "
-            f"{', '.join(data)}); take a synchronous schedule"
-        )
     where = [(here[names.index(name)], device.shape[names.index(name)]) for name in data]
     number = 0
     for at, extent in where:

@@ -184,7 +184,8 @@ class Pipeline:
         mode = split if isinstance(split, str) else split.get(stage, "auto")
         if self.optimizer is not None:
             report = Report("fused", "asynchronous schedules run on copies of the weights", {}, ())
-            versions = Versions(module, optimizer_of(module, self.optimizer, stage), schedule.update_every)
+            optimizer, shared = optimizer_of(module, self.optimizer, stage), bool(self.grid.data)
+            versions = Versions(module, optimizer, schedule.update_every, shared=shared)
         elif mode == "auto" and not self._splits(stage, module):
             report, versions = Report("fused", "the schedule has no op that does B or W alone here", {}, ()), None
         else:
@@ -200,7 +201,7 @@ class Pipeline:
             loss=loss,
             slices=schedule.slices,
             sequence=schedule.sequence,
-            parts=1 if versions is not None else schedule.microbatches * schedule.slices * self.grid.copies,
+            parts=self.grid.copies * (1 if versions is not None else schedule.microbatches * schedule.slices),
             recompute=stage in recompute,
             versions=versions,
             device=self.device,
@@ -299,6 +300,11 @@ class Pipeline:
         """What this rank does together with other holders of a stage."""
         if task.code is Code.GATHER:
             self.sharded.gather(task.place.stage)
+        elif not self.schedule.synchronous:
+            self.shared.sum_now(task.place.stage)
+            versions = self.runners[task.place.path, task.place.stage].versions
+            assert versions is not None
+            versions.update()
         else:
             self.shared.start(task.place.stage)
 

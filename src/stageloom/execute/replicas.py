@@ -8,7 +8,7 @@ All end a step with one gradient, the sum over all places, and all start equal.
 # (torch leaks unknown types)
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.agreement import Part, agree_on_parts
-from stageloom.execute.devices import control_device, subgroups
-from stageloom.execute.mesh import Grid, give_gradient, gradient_of, local, shards_of
+from stageloom.execute.devices import control_device
+from stageloom.execute.groups import make_groups
+from stageloom.execute.mesh import Grid, gradient_of, shards_of
 from stageloom.execute.sharded import Modules, Sharded
+from stageloom.execute.sums import Sum, add_up, spread, sums
 from stageloom.schedule import Schedule
 
 Tied = Sequence[Sequence[tuple[int, str]]]
@@ -55,22 +57,6 @@ class Copies:
 
 
 @dataclass
-class _Sum:
-    """A sum over ranks under way: gradients of parameters of one dtype, and how many ranks have one."""
-
-    work: Any
-    parameters: list[nn.Parameter]
-    flat: Tensor
-
-    def finish(self) -> None:
-        """A parameter that has a gradient nowhere keeps none, as in one process."""
-        self.work.wait()
-        *parts, present = self.flat.split([*(local(p).numel() for p in self.parameters), len(self.parameters)])
-        for parameter, part, count in zip(self.parameters, parts, present.tolist(), strict=True):
-            give_gradient(parameter, part.view_as(local(parameter)).clone() if count else None)
-
-
-@dataclass
 class Shared:
     """What this rank's parameters share with others, and the sums of their gradients."""
 
@@ -81,7 +67,7 @@ class Shared:
     tied: Tied
     sharded: Sharded
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
-    _under_way: list[_Sum] = field(default_factory=list[_Sum])
+    _under_way: list[Sum] = field(default_factory=list[Sum])
     _waiting: set[int] = field(default_factory=set[int])  # stages whose sums have not been started
 
     def __post_init__(self) -> None:
@@ -90,15 +76,17 @@ class Shared:
         self.holders = {stage: tuple(sorted(set(ranks))) for stage, ranks in enumerate(table)}
         parts = self._parts()
         agree_on_parts(self.grid, parts)
-        self._groups = subgroups(self.grid.whole, self._sets(parts))
-        for stage in sorted(self.sharded.stages):
-            self.sharded.join(stage, self._group(self.grid.beside(self.holders[stage], self.grid.data)))
+        shards = {stage: self.grid.beside(self.holders[stage], self.grid.data) for stage in sorted(self.sharded.stages)}
+        ties = [self.grid.beside(self._tied_ranks(members), ()) for members in self.tied]
+        self._groups = make_groups([*shards.values(), *(part.ranks for part in parts), *ties], self.grid.whole)
+        for stage, holders in shards.items():
+            self.sharded.join(stage, self._groups.get(holders))
         self.copies: dict[int, list[Copies]] = {}
-        for part in parts:
+        for part in parts:  # by all ranks in one order, so that all make the same groups
             if len(part.ranks) > 1 or len(part.replicas) > 1:
                 self.copies.setdefault(part.stage, []).append(self._copies(part))
         self.ties = [tie for tie in map(self._tie, self.tied) if tie is not None]
-        self.stages_of = self._stages_of()
+        self._check_objects()
 
     # ----------------------------------------------------------------------------------------------- construction
 
@@ -129,27 +117,20 @@ class Shared:
             buffers.append([others[name] for name in part.names if name in others])
         return Copies(part, self._groups.get(part.ranks), part.source, parameters, buffers)
 
-    def _stages_of(self) -> dict[int, list[int]]:
-        """The stages of each parameter that is one object in several stages here: it is summed with the last of them.
-
-        Raises InputError where that is not the same sum: its replicas elsewhere are other parameters.
-        """
-        found: dict[int, dict[int, tuple[int, Any]]] = {}
+    def _check_objects(self) -> None:
+        """Refuse one parameter object in several stages here where its replicas elsewhere are other parameters."""
+        found: dict[int, dict[int, int]] = {}
         names: dict[int, str] = {}
-        groups = {id(p): c.group for copies in self.copies.values() for c in copies for of in c.of for p in of}
         for (path, stage), module in self.modules.items():
             for name, parameter in module.named_parameters():
-                found.setdefault(id(parameter), {})[stage] = path, groups.get(id(parameter))
+                found.setdefault(id(parameter), {})[stage] = path
                 names.setdefault(id(parameter), name)
-        several = {key: stages for key, stages in found.items() if len(stages) > 1}
-        for key, stages in several.items():
-            paths = {path for path, _ in stages.values()}
-            if len(paths) > 1 or len({len(self.holders[stage]) for stage in stages}) > 1:
+        for key, stages in found.items():
+            if len(stages) > 1 and (len(set(stages.values())) > 1 or any(len(self.holders[s]) > 1 for s in stages)):
                 raise InputError(
                     f"stages {sorted(stages)} on rank {self.rank} share one parameter object ({names[key]}), and the "
                     "schedule has replicas of them; give each stage its own parameter and name them in tied="
                 )
-        return {key: sorted(stages) for key, stages in several.items()}
 
     def _check(self) -> None:
         seen: set[tuple[int, str]] = set()
@@ -165,22 +146,12 @@ class Shared:
                     raise InputError(f"tied: {member} is named twice")
                 seen.add(member)
 
-    def _sets(self, parts: list[Part]) -> list[tuple[int, ...]]:
-        """The sets of global ranks that sums here go over."""
-        holders = [self.grid.beside(self.holders[stage], self.grid.data) for stage in self.sharded.stages]
-        ties = [self.grid.beside(ranks, ()) for ranks in map(self._tied_ranks, self.tied) if self.rank in ranks]
-        return [*holders, *(part.ranks for part in parts), *ties]
-
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of these global ranks; None for a single rank, or on ranks outside."""
-        return self._groups.get(ranks)
-
     def _tied_ranks(self, members: Sequence[tuple[int, str]]) -> tuple[int, ...]:
         return tuple(sorted({rank for stage, _ in members for rank in self.holders[stage]}))
 
     def _tie(self, members: Sequence[tuple[int, str]]) -> _Tie | None:
         ranks = self._tied_ranks(members)
-        group = self._group(self.grid.beside(ranks, ()))
+        group = self._groups.get(self.grid.beside(ranks, ()))
         if self.rank not in ranks:
             return None
         source = self.grid.beside((self.schedule.placement.paths[0][members[0][0]],), ())[0]
@@ -241,15 +212,18 @@ class Shared:
         self.sharded.reduce(stage)
         if stage in self.sharded.stages and stage in self.copies:
             self.sharded.finish()  # these sums are of its results
+        # a parameter that is one object in several stages is summed with each; the last sum has all of it, and stays
         for copies in self.copies.get(stage, ()):
-            mine = [[p for p in of if self._is_complete(p)] for of in copies.of]
-            if len(mine) > 1:
-                for each in zip(*mine, strict=True):
-                    _add_up(each, each)
-            self._under_way += _sums(mine[0], copies.group)
+            for each in zip(*copies.of, strict=True) if len(copies.of) > 1 else ():
+                add_up(each, each)
+            self._under_way += sums(copies.of[0], copies.group)
 
-    def _is_complete(self, parameter: nn.Parameter) -> bool:
-        return self._waiting.isdisjoint(self.stages_of.get(id(parameter), ()))
+    def sum_now(self, stage: int) -> None:
+        """Sum the gradients of a stage over its holders, and wait for it."""
+        self.start(stage)
+        under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            each.finish()
 
     def finish(self, before: dict[nn.Parameter, Tensor]) -> None:
         """End all sums, add up ties, and put back what was set aside."""
@@ -262,15 +236,15 @@ class Shared:
         self.sharded.drop_unused()
         for copies in (each for of_stage in self.copies.values() for each in of_stage if len(each.of) > 1):
             for each in zip(*copies.of, strict=True):
-                _add_up(each, each[:1])
+                add_up(each, each[:1])
         for tie in self.ties:
             trained = [p for p in tie.own if p.requires_grad]
             if not trained:
                 continue
-            _add_up(trained, [p for p in tie.counted if p.requires_grad])
-            for each in _sums(trained[:1], tie.group):
+            add_up(trained, [p for p in tie.counted if p.requires_grad])
+            for each in sums(trained[:1], tie.group):
                 each.finish()
-            _add_up(trained, trained[:1])
+            add_up(trained, trained[:1])
         for parameter, earlier in before.items():
             parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
 
@@ -303,38 +277,3 @@ class Shared:
             for gradient in gradients.values():
                 gradient.mul_(factor)
         return norm
-
-
-def spread(first: Tensor, others: Iterable[Tensor], source: int, group: Any) -> None:
-    """Give `first`, and its copies on this rank, the value that the global rank `source` has."""
-    value = local(first)
-    if group is not None:
-        sent = value.contiguous()
-        dist.broadcast(sent.view(torch.uint8) if sent.dtype is torch.bool else sent, group=group, src=source)
-        value.copy_(sent)
-    for other in others:
-        local(other).copy_(value)
-
-
-def _sums(parameters: list[nn.Parameter], group: Any) -> list[_Sum]:
-    """Sums of these parameters' gradients, started; none where there is no group."""
-    found: list[_Sum] = []
-    trained = [p for p in parameters if p.requires_grad] if group is not None else []
-    for dtype in dict.fromkeys(p.dtype for p in trained):
-        own = [p for p in trained if p.dtype is dtype]
-        gradients = [gradient_of(p) for p in own]
-        given = [
-            (torch.zeros_like(local(p)) if g is None else g).flatten() for p, g in zip(own, gradients, strict=True)
-        ]
-        present = torch.tensor([g is not None for g in gradients]).to(given[0])
-        flat = torch.cat([*given, present])
-        found.append(_Sum(dist.all_reduce(flat, group=group, async_op=True), own, flat))
-    return found
-
-
-def _add_up(to: Sequence[nn.Parameter], parts: Sequence[nn.Parameter]) -> None:
-    """Give `to` the sum of the gradients of `parts`."""
-    gradients = [g for g in map(gradient_of, {id(p): p for p in parts}.values()) if g is not None]
-    total = None if not gradients else torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
-    for parameter in to:
-        give_gradient(parameter, None if total is None else total.clone())

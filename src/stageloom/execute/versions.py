@@ -3,6 +3,8 @@
 The newest weights live in the module. A forward runs on its version's own leaf tensors, so that an update does not
 touch what older micro-batches in flight still need; their gradients are collected there. After `update_every` backwards
 the collected gradients (their mean) go into the module's `.grad`, the optimiser steps, and a new version begins.
+Under data parallel the gradients are summed over the pipelines before (`shared`), by the REDUCE that comes next: all of
+them update in the same places, and weights equal those of one process that trains on their micro-batches at once.
 Sources: PipeDream's weight stashing (arXiv 1806.03377) and PipeDream-2BW (arXiv 2006.09503, section 3.1).
 """
 
@@ -20,7 +22,15 @@ from torch.func import functional_call
 class Versions:
     """The weights of one stage, by the number of updates they have seen."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, update_every: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        update_every: int,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.shared = shared
         self.module = module
         self.optimizer = optimizer
         self.update_every = update_every
@@ -63,19 +73,28 @@ class Versions:
         self.in_flight[version] -= 1
         self.ended_since += 1
         if self.ended_since == self.update_every:
-            self._update()
-        for old in [v for v in self.weights if v != self.newest and not self.in_flight.get(v)]:
-            del self.weights[old]
+            self._collect()
+            if not self.shared:
+                self.update()
+        self._drop()
 
-    def _update(self) -> None:
+    def _collect(self) -> None:
         for name, parameter in self.module.named_parameters():
             gradient = self.collected.get(name)
             parameter.grad = None if gradient is None else gradient / self.update_every
+        self.collected = {}
+        self.ended_since = 0
+
+    def update(self) -> None:
+        """Update from what has been collected; the next version begins."""
         if self.optimizer is not None:  # a stage without trained parameters has none
             self.optimizer.step()
         for parameter in self.module.parameters():
             parameter.grad = None
-        self.collected = {}
-        self.ended_since = 0
         self.newest += 1
         self._add()
+        self._drop()
+
+    def _drop(self) -> None:
+        for old in [v for v in self.weights if v != self.newest and not self.in_flight.get(v)]:
+            del self.weights[old]

@@ -30,8 +30,8 @@ def problems(program: Program) -> list[Fault]:
 
     ops: other ops, or in another order, than the schedule's. unmatched: a send or receive without its partner, a
     reduction or gather that a holder leaves out or does twice. order: the two sides of a queue, or of reductions,
-    differ. early: an op before its message, a send or reduction before its op. late: a gather after an op that needs
-    it. circle: instructions that wait for one another.
+    differ. early: an op before its message, a send or reduction before its op. late: a gather, or the reduction of
+    an asynchronous update, after an op that needs it. circle: instructions that wait for one another.
     """
     seen = _Seen(program)
     return [
@@ -136,26 +136,46 @@ def _early(program: Program, seen: _Seen) -> list[Fault]:
 
 
 def _reduces(program: Program, seen: _Seen) -> list[Fault]:
-    """Every holder of a stage with several holders reduces it once, and the ranks agree on an order."""
+    """Every holder of a stage reduces it as often as it has to, and the ranks agree on an order."""
     found: list[Fault] = []
-    after: dict[int, set[int]] = defaultdict(set)
+    after: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for stage in range(program.schedule.stages):
         holders = program.holders(stage)
         for rank, reduces in seen.reduces.items():
             count = sum(reduced == stage for reduced, _ in reduces)
-            wanted = int(program.reduced(stage) and rank in holders)
+            wanted = program.reductions(stage) if rank in holders else 0
             if count != wanted:
                 found.append(Fault("unmatched", rank, None, f"reduces stage {stage} {count} times; {wanted} needed"))
     for reduces in seen.reduces.values():
-        for (stage, _), (following, _) in pairwise(reduces):
-            after[following].add(stage)
+        done: Counter[int] = Counter()
+        turns: list[tuple[int, int]] = []  # which reduction of which stage
+        for stage, at in reduces:
+            turns.append((stage, done[stage]))
+            done[stage] += 1
+            found.extend(_late(program, at))
+        for turn, following in pairwise(turns):
+            after[following].add(turn)
     try:
         TopologicalSorter(after).prepare()
     except CycleError as error:
-        stages = ", ".join(map(str, error.args[1]))
+        stages = ", ".join(str(stage) for stage, _ in error.args[1])
         rank = next(rank for rank, reduces in seen.reduces.items() if reduces)
         found.append(Fault("order", rank, None, f"ranks reduce stages in orders that wait in a circle: {stages}"))
     return found
+
+
+def _late(program: Program, at: int) -> list[Fault]:
+    """An asynchronous update after an op that runs on its weights, or takes part in the next one."""
+    schedule, rank, row = program.schedule, int(program.rank[at]), int(program.row[at])
+    if schedule.synchronous or schedule.rank[row] != rank:
+        return []
+    for before in range(at - 1, int(program.offsets[rank]) - 1, -1):
+        other = int(program.row[before])
+        if program.code[before] < Code.SEND and schedule.stage[other] == schedule.stage[row]:
+            if other == row:
+                return []
+            return [Fault("late", rank, at, f"{program.instruction(at)} stands after {schedule.op(other)}")]
+    return []  # before the op itself, which is told of elsewhere
 
 
 def _gathers(program: Program, seen: _Seen) -> list[Fault]:

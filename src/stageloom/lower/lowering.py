@@ -9,7 +9,8 @@ before u in that order. Hence the receive can be put right before u, after all i
 Reductions. A stage that several ranks hold (two paths), or every stage under data parallel, gets one reduction on each
 rank that holds it, after the last weight gradient of the stage there. The holders of two stages must reduce them in one
 order, or the reduce streams wait in a circle; so all ranks go by one order of stages: that in which their last weight
-gradients end, every op taking 1. Data parallel ranks run the same program, so that the order holds among them too.
+gradients end, every op taking 1. Data parallel ranks run the same program, so that the order holds among them too. An
+asynchronous schedule reduces under data parallel before each of its updates, at once after the backward that ends it.
 
 Gathers. A stage whose weights lie in shards is gathered once a step: one op before its first on the rank, so that the
 gather runs under that op or under the wait for the first message. Its reduction gives every rank its shard again.
@@ -17,6 +18,7 @@ gather runs under that op or under the wait for the first message. Its reduction
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 import numpy as np
@@ -34,10 +36,13 @@ def lower(schedule: Schedule, *, data_parallel: bool = False, sharded: Collectio
 
     data_parallel: every stage is held by other processes too, which train on other data, and its gradients have to be
     summed with theirs. sharded: stages whose weights those processes share out among them.
-    Raises ScheduleError for an asynchronous schedule with these: it updates weights before a step has all gradients.
+    Raises ScheduleError for an asynchronous schedule with sharded stages, as it runs on copies of older weights, or
+    with replicas on two paths, as these would update apart.
     """
-    if not schedule.synchronous and (data_parallel or sharded):
-        raise ScheduleError(f"{schedule.name}: updates weights under way, so that no reduction ends its step")
+    if not schedule.synchronous and len(schedule.placement.paths) > 1:
+        raise ScheduleError(f"{schedule.name}: updates weights under way, so that replicas on two paths would differ")
+    if not schedule.synchronous and sharded:
+        raise ScheduleError(f"{schedule.name}: runs on copies of older weights, so that none can lie in shards")
     end = _unit_times(schedule)
     rows = np.arange(len(schedule))
     source = schedule.links.source
@@ -46,7 +51,10 @@ def lower(schedule: Schedule, *, data_parallel: bool = False, sharded: Collectio
     sender = source[receiver].astype(np.int64)
     # In a pair both receives come before both ops, both sends after; a pair is sorted by its first row.
     lead = rows - np.concatenate(([False], schedule.pair))[: len(rows)]
-    reduce_row, reduce_rank, reduce_lead, turn = _reductions(schedule, lead, end, data_parallel)
+    if schedule.synchronous:
+        reduce_row, reduce_rank, reduce_lead, turn = _reductions(schedule, lead, end, data_parallel)
+    else:
+        reduce_row, reduce_rank, reduce_lead, turn = _updates(schedule, lead, data_parallel)
     gather_row, gather_lead = _gathers(schedule, lead, sharded)
 
     counts = [len(gather_row), len(receiver), len(rows), len(sender), len(reduce_row)]
@@ -120,6 +128,20 @@ def _reductions(
                 found.append((row if row >= 0 else int(last[:, stage].max()), rank, after, turn))
     row, rank, after, turn = np.array(found, dtype=np.int64).reshape(-1, 4).T
     return row, rank, after, turn
+
+
+def _updates(schedule: Schedule, lead: Rows, data_parallel: bool) -> tuple[Rows, Rows, Rows, Rows]:
+    """The same for the reductions of an asynchronous schedule, before each update of each stage."""
+    weights = np.flatnonzero((schedule.kind == Kind.W) | (schedule.kind == Kind.BW))
+    ended: Counter[int] = Counter()
+    rows: list[int] = []
+    for row in weights.tolist() if data_parallel else ():
+        stage = int(schedule.stage[row])
+        ended[stage] += 1
+        if ended[stage] % schedule.update_every == 0:
+            rows.append(row)
+    row = np.array(rows, dtype=np.int64)
+    return row, schedule.rank[row].astype(np.int64), lead[row], row
 
 
 def _gathers(schedule: Schedule, lead: Rows, sharded: Collection[int]) -> tuple[Rows, Rows]:

@@ -104,6 +104,10 @@ class Program:
         """The ranks that hold this stage; with their data parallel ranks they take part in its reduction."""
         return tuple(sorted({path[stage] for path in self.schedule.placement.paths}))
 
-    def reduced(self, stage: int) -> bool:
-        """Whether gradients of this stage have to be summed: it has several holders, here or beside the pipeline."""
-        return self.data_parallel or len(self.holders(stage)) > 1
+    def reductions(self, stage: int) -> int:
+        """How often each holder sums the gradients of this stage with others: once if there are any, in a synchronous
+        schedule; before each update in an asynchronous one."""
+        if not self.data_parallel and len(self.holders(stage)) < 2:
+            return 0
+        schedule = self.schedule
+        return 1 if schedule.synchronous else schedule.microbatches * schedule.slices // schedule.update_every
