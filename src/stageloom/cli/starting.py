@@ -77,7 +77,7 @@ def work_of(
     **more: object,
 ) -> Work:
     """The work that flags describe. Raises InputError naming the flag that does not fit."""
-    from stageloom.execute.devices import require_device
+    from stageloom.execute.device_choice import require_device
     from stageloom.execute.language import Config
     from stageloom.execute.training import Work, children_of_stages
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from stageloom.execute._failure import Died, Failure, first
 from stageloom.execute._worker import At, Raised, keep_signs, last_sign, place_of, report_of
 
-PERIOD: Final = 0.5  # seconds between two signs
+PERIOD: Final = 0.5  # seconds between two signs, where a store has no more than so many ranks to serve:
+FEW: Final = 32
 SETTLE: Final = 0.3  # seconds in which a failure before the one first heard of may still be reported
-SECOND_HAND: Final = 3.0  # seconds in which the cause of a broken connection may still be reported
-PATIENCE: Final = 12.0  # seconds in which the first rank tells of a failure, before another does
+SECOND_HAND: Final = 6  # periods in which the cause of a broken connection may still be reported
+PATIENCE: Final = 24  # periods in which the first rank tells of a failure, before another does
 STATUS: Final = 2
 
 
@@ -47,6 +48,7 @@ class Watch:
     def __init__(self, rank: int, size: int, store: dist.Store, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
+        self._period = PERIOD * max(1.0, size / FEW)
         self._slot = keep_signs()
         self._main = threading.get_ident()
         self._stopped = threading.Event()
@@ -75,7 +77,7 @@ class Watch:
         if self.rank == 0:
             self._thread.join()
         with suppress(Exception):  # the store may be gone
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + PATIENCE * self._period
             while time.monotonic() < until:
                 if self._store.check(["told"]):
                     os._exit(STATUS)
@@ -101,7 +103,7 @@ class Watch:
                 if self.rank == 0:
                     _complain(f"the run has ended: the store of its ranks is gone ({type(error).__name__})")
                 os._exit(STATUS)
-            if self._told_to_end(PERIOD):
+            if self._told_to_end(self._period):
                 self._end()
 
     def _told_to_end(self, seconds: float) -> bool:
@@ -172,7 +174,7 @@ class Watch:
         heard = self._heard(SETTLE)
         if not any(isinstance(report, Raised) and not report.second_hand for _, report in heard):
             before = {rank: self._sign_of(rank) for rank in range(1, self.size)}
-            heard = self._heard(SECOND_HAND)
+            heard = self._heard(SECOND_HAND * self._period)
             for rank, sign in before.items():
                 if sign is not None and self._is_gone(rank, sign):
                     seen = [f"rank {by} was at {told.where}" for by, told in heard[:1] if told.where]

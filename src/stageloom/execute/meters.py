@@ -1,4 +1,4 @@
-"""The instruments of a profile: clocks and scales around the passes of a pipeline's stages, and messages' times."""
+"""The instruments of a profile: scales around the passes of a pipeline's stages, and messages' times."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (torch leaks unknown types)
@@ -72,36 +72,6 @@ def _put_around(pipeline: Pipeline, around: Around) -> None:
 def on_cuda(pipeline: Pipeline) -> bool:
     """Do this rank's stages compute on a CUDA device?"""
     return any(p.is_cuda for module in pipeline.modules.values() for p in module.parameters())
-
-
-class EventClock:
-    """When the ops of one step of a rank ran on its CUDA device, by events on its stream."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        schedule = pipeline.schedule
-        low, high = (int(schedule.offsets[pipeline.rank + end]) for end in (0, 1))
-        ops = zip(range(low, high), schedule.ops(pipeline.rank), strict=True)
-        self.rows = {(op.kind, op.stage, op.microbatch, op.slice): row for row, op in ops}
-        self.events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self.zero = torch.cuda.Event(enable_timing=True)
-        self.zero.record()
-        _put_around(pipeline, self._around)
-
-    def _around(self, kind: Kind, place: Place, given: list[Tensor] | None, call: Callable[..., Any]) -> Any:
-        both = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        both[0].record()
-        result = call(given)
-        both[1].record()
-        self.events[self.rows[kind, place.stage, place.microbatch, place.slice]] = both
-        return result
-
-    def spans(self) -> dict[int, tuple[float, float]]:
-        """Seconds since this clock was made, by row. Waits until all is done."""
-        torch.cuda.synchronize()
-        return {
-            row: (self.zero.elapsed_time(began) / 1e3, self.zero.elapsed_time(ended) / 1e3)
-            for row, (began, ended) in self.events.items()
-        }
 
 
 class Scale:

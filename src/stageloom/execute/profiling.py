@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
-from stageloom.execute.devices import settle
+from stageloom.execute.device_choice import settle
 from stageloom.execute.language import bytes_of_library, language_model, next_byte_loss
 from stageloom.execute.partition import DECODERS, split, tied
 from stageloom.execute.profile import Profile, profile

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stageloom.errors import InputError
 from stageloom.execute.checkpoint import Checkpoint, refuse_another_run
 from stageloom.execute.clocks import offset
-from stageloom.execute.devices import Device, settle
+from stageloom.execute.device_choice import Device, settle
 from stageloom.execute.language import Config, StageSequence, batches, bytes_of_library, language_model, next_byte_loss
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.progress import Reporter
