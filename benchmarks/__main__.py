@@ -1,4 +1,4 @@
-"""`python -m benchmarks [speed | published | runtime | all] [--runs N] [--write]`."""
+"""`python -m benchmarks [speed | published | runtime | predicted | all] [--runs N] [--write]`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def show(tables: Iterable[Table], console: Console) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, and published tables recomputed.")
-    parser.add_argument("what", nargs="?", choices=("speed", "published", "runtime", "all"), default="speed")
+    parser.add_argument(
+        "what", nargs="?", choices=("speed", "published", "runtime", "predicted", "all"), default="speed"
+    )
     parser.add_argument("--runs", type=int, default=15, help="runs of each measurement (default 15)")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and results.json (all)")
     given = parser.parse_args()
@@ -83,6 +85,10 @@ def main() -> None:
         from benchmarks import runtime
 
         measured += show(runtime.tables(given.runs), console)
+    if everything or given.what == "predicted":
+        from benchmarks import predicted
+
+        measured += show(predicted.tables(), console)
     if given.write:
         PAGE.write_text(page(measured, recomputed), encoding="utf-8")
         results = {"machine": machine(), "speed": [asdict(t) for t in measured]}

@@ -11,11 +11,12 @@ from typing import NoReturn
 
 import typer
 
-from stageloom.cli import commands, running
+from stageloom.cli import commands, profiling, running
 from stageloom.cli.app import app
 from stageloom.errors import StageloomError
+from stageloom.execute.joining import leave_the_word
 
-__all__ = ["app", "commands", "main", "running"]
+__all__ = ["app", "commands", "main", "profiling", "running"]
 
 
 # typer brings its own copy of click or uses the installed one; either way this is the base of its usage errors.
@@ -41,10 +42,12 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error)
             sys.exit(2)
+        leave_the_word()
         _complain(error.format_message().replace("Value error, ", ""))  # type: ignore[attr-defined]
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except StageloomError as error:
+        leave_the_word()
         _complain(str(error))
     except BrokenPipeError:
         # The reader (head, less) has gone; nothing is wrong, and nothing more can be said.

@@ -55,12 +55,22 @@ _WAITS = re.compile(r"\.wait\(|\bstore\.get\(")
 @dataclass(frozen=True)
 class Seat:
     """A task's place in the group it runs in: rank `rank` of `size`. The group is new in each run, and is also torch's
-    default group; `store` is shared by the ranks of this run alone."""
+    default group; `store` is shared by the ranks of this run alone. `local`: the number of this rank among those of its
+    host, and how many these are; None where one host has all."""
 
     rank: int
     size: int
     group: dist.ProcessGroup
     store: dist.Store
+    local: tuple[int, int] | None = None
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank if self.local is None else self.local[0]
+
+    @property
+    def local_size(self) -> int:
+        return self.size if self.local is None else self.local[1]
 
 
 # ----------------------------------------------------------- parent to worker
@@ -119,6 +129,13 @@ def doing(what: str) -> None:
         SIGN.pack_into(_slot, 0, time.monotonic(), what.encode(errors="replace")[:_LONGEST_OP])
 
 
+def keep_signs() -> memoryview:
+    """Have `doing` write into memory of this process, which no parent gave it."""
+    global _slot
+    _slot = memoryview(bytearray(SIGN.size))
+    return _slot
+
+
 def last_sign(slot: memoryview) -> tuple[float, str]:
     when, what = SIGN.unpack_from(slot)
     return when, what.decode(errors="replace")
@@ -173,7 +190,7 @@ def _perform(order: Task, rank: int, store: dist.Store) -> Returned | Raised:
         doing("returning the result")
         return Returned(pickle.dumps(value))
     except BaseException as error:  # SystemExit too: whatever ends a task is reported
-        return _report(error)
+        return report_of(error)
 
 
 def _join_group(order: Task, rank: int, store: dist.Store) -> Seat:
@@ -194,7 +211,8 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _report(error: BaseException) -> Raised:
+def report_of(error: BaseException) -> Raised:
+    """What a rank says of its failure."""
     now = time.monotonic()
     assert _slot is not None
     _, where = last_sign(_slot)
@@ -249,7 +267,7 @@ def _watch(pipe: Connection[Any, Any], sending: threading.Lock, orders: SimpleQu
         except (EOFError, OSError):
             os._exit(1)  # the parent is gone, and the main thread may hang: no tidy way out
         if isinstance(order, Where):
-            _say(pipe, sending, _place(sys._current_frames()[main_thread]))  # pyright: ignore[reportPrivateUsage]
+            _say(pipe, sending, place_of(sys._current_frames()[main_thread]))  # pyright: ignore[reportPrivateUsage]
         else:
             orders.put(order)
 
@@ -262,11 +280,13 @@ def _say(pipe: Connection[Any, Any], sending: threading.Lock, message: object) -
             os._exit(1)
 
 
-def _place(frame: FrameType) -> At:
+def place_of(frame: FrameType) -> At:
+    """The line at which a thread is."""
     in_torch = "torch/distributed" in Path(frame.f_code.co_filename).as_posix()
     # The line of the task says more than the line of torch below it.
     while frame.f_back is not None and "/torch/" in Path(frame.f_code.co_filename).as_posix():
         frame = frame.f_back
-    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}: {source}"
+    number: int | None = frame.f_lineno  # None between two lines
+    source = linecache.getline(frame.f_code.co_filename, number or 0).strip()
+    line = f"{Path(frame.f_code.co_filename).name}:{number or '?'}: {source}"
     return At(in_torch or _WAITS.search(source) is not None, line)

@@ -3,16 +3,24 @@
 Every op waits for as long as `Costs` say that it takes, so that many ranks run on few cores. What is measured beside
 the prediction is the interpreter itself: its order, its messages and its overhead.
 
-A message holds one number, the clock at its sender's end. Its receiver waits until the latency after that has passed
-(ranks of one machine share a clock).
+A message holds one number, the time at its sender's end. Its receiver waits until the latency after that has passed.
+Time is the first rank's clock (see `clocks`).
+
+What keeps the emulation from being exact. The ranks of a pipeline tend to end their ops at the same moments, and where
+they share cores they then stand in line for one. So nothing here uses a core without need, waits end on time by
+themselves (`sharpen`), and by default an op takes the longer the more ranks there are for a core.
 """
 
 # pyright: reportUnknownMemberType=false
 # (torch leaks unknown types)
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, cast
 
 import numpy as np
@@ -24,6 +32,7 @@ from torch import Tensor
 from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.execute.channel import Spec
+from stageloom.execute.clocks import Offset, offset
 from stageloom.execute.executor import Executor, Net
 from stageloom.execute.measure import message_times
 from stageloom.execute.stage import Feed, Result, StageRunner
@@ -33,29 +42,32 @@ from stageloom.lower import Code, lower
 from stageloom.schedule import Schedule
 from stageloom.simulate import durations, simulate
 
-SHORTEST: Final = 0.02
-"""Seconds that the shortest op takes by default: a hundred times what the interpreter needs for an op and a message."""
+SHORTEST: Final = 0.015
+"""Seconds that the shortest op takes by default, for each rank that a core has (at least two): where eight ranks wake
+at once on two cores, the last of them is a millisecond late."""
 
 LONGEST_RUN: Final = 60.0
 """Seconds that a run takes at most by default, where some ops are very much longer than others."""
 
-SPIN: Final = 0.0002  # seconds before the moment from which on a wait looks at the clock instead of sleeping
+SPIN: Final = 0.0001  # seconds before the moment from which on a wait looks at the clock instead of sleeping
+PR_SET_TIMERSLACK: Final = 29
 COMPUTES: Final = (Code.F, Code.B, Code.W, Code.BW)
 STAMP: Final = Spec(None, ((1,),), (torch.float64,))
 
 
 def emulate(seat: Seat, schedule: Schedule, costs: Costs, unit_seconds: float) -> dict[int, tuple[float, float]]:
-    """The task of a worker: run its rank once; when each of its rows ran, in seconds of the machine's clock.
+    """The task of a worker: run its rank once; when each of its rows ran, in seconds of the first rank's clock.
 
     A time unit of the costs takes `unit_seconds`. Before the measured run there is one in which nothing takes time,
     for what happens only once (threads, buffers).
     """
     require_emulated(costs)
+    sharpen()
     tasks = tasks_of(lower(schedule), seat.rank)
     rows = {(task.code, task.place): task.row for task in tasks if task.code in COMPUTES}
     taken, delay = durations(schedule, costs) * unit_seconds, message_times(schedule, costs) * unit_seconds
     pairs = {task.row for task in tasks if task.pair and task.code in COMPUTES}
-    hand = Hand(rows, np.zeros(len(schedule)), np.zeros(len(schedule)), pairs)
+    hand = Hand(rows, np.zeros(len(schedule)), np.zeros(len(schedule)), pairs, offset(seat.group))
     held = enumerate(schedule.placement.stages_of[seat.rank])
     stages = {(path, stage): TimedStage(hand, stage, schedule.stages) for path, of in held for stage in of}
     # what the executor uses of a StageRunner is what a TimedStage has
@@ -68,7 +80,7 @@ def emulate(seat: Seat, schedule: Schedule, costs: Costs, unit_seconds: float) -
     doing("waiting for the other ranks to start")
     dist.barrier(seat.group)
     executor.run(tasks, announce=False)
-    return hand.spans
+    return hand.ahead.aligned(hand.spans)
 
 
 def require_emulated(costs: Costs) -> None:
@@ -83,12 +95,26 @@ def default_scale(schedule: Schedule, costs: Costs) -> float:
     timeline = simulate(schedule, costs)
     taken = durations(schedule, costs)
     makespan = float(timeline.end.max() - timeline.start.min())
-    return min(SHORTEST / float(taken[taken > 0].min()), LONGEST_RUN / makespan)
+    shortest = SHORTEST * max(2.0, schedule.ranks / cores())
+    return min(shortest / float(taken[taken > 0].min()), LONGEST_RUN / makespan)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sharpen() -> None:
+    """Have this thread's sleeps end within microseconds of their time; Linux else takes 50 more, to save wake-ups."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 class Hand:
     """Does a rank's ops by waiting. `rows`: the row of every op; `taken`: seconds it takes; `delay`: seconds that its
-    message is under way; `pairs`: rows overlapped with the next one. `spans`: when each row ran."""
+    message is under way; `pairs`: rows overlapped with the next one; `ahead`: this rank's clock. `spans`: when each row
+    ran, by that clock."""
 
     def __init__(
         self,
@@ -96,21 +122,23 @@ class Hand:
         taken: NDArray[np.float64],
         delay: NDArray[np.float64],
         pairs: set[int],
+        ahead: Offset,
     ) -> None:
         self.rows = rows
         self.taken = taken
         self.delay = delay
         self.pairs = pairs
+        self.ahead = ahead
         self.spans: dict[int, tuple[float, float]] = {}
         self.held: tuple[int, float, Tensor] | None = None  # the first op of a pair: row, earliest start, result
 
     def do(self, code: Code, place: Place, message: Tensor | None) -> Tensor:
-        """One op, from when its message has arrived; its result is the clock at its end."""
+        """One op, from when its message has arrived; its result is the time of its end."""
         row = self.rows[code, place]
         ready = time.perf_counter()
         if message is not None:
-            ready = max(ready, float(message) + float(self.delay[row]))
-        result = torch.zeros(1, dtype=torch.float64)
+            ready = max(ready, float(message) + self.ahead.seconds + float(self.delay[row]))
+        result = torch.empty(1, dtype=torch.float64)
         if row in self.pairs:  # starts and ends with its second op; results leave after both
             self.held = row, ready, result
             return result
@@ -120,10 +148,10 @@ class Hand:
         wait_until(start + float(self.taken[row if held is None else held[0]]))
         end = time.perf_counter()
         self.spans[row] = start, end
-        result[0] = end
+        result[0] = end - self.ahead.seconds
         if held is not None:
             self.spans[held[0]] = start, end
-            held[2][0] = end
+            held[2][0] = end - self.ahead.seconds
         return result
 
 

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.checkpoint import Checkpoint, refuse_another_run
+from stageloom.execute.clocks import offset
+from stageloom.execute.device_choice import Device, settle
 from stageloom.execute.language import Config, StageSequence, batches, bytes_of_library, language_model, next_byte_loss
 from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.progress import Reporter
+from stageloom.execute.stragglers import Load, Loads
 from stageloom.execute.workers import Seat, doing
 from stageloom.schedule import Schedule
 
@@ -26,7 +30,8 @@ Dtype = Literal["float32", "float64"]
 
 @dataclass(frozen=True)
 class Work:
-    """What to train: the schedule, the model's sizes, sequences of a micro-batch, optimiser steps and learning rate."""
+    """What to train, and on what: the schedule, the model's sizes, sequences of a micro-batch, optimiser steps and
+    learning rate, the kind of device."""
 
     schedule: Schedule
     config: Config
@@ -36,6 +41,7 @@ class Work:
     seed: int = 0
     dtype: Dtype = "float32"
     data_bytes: int = 4_000_000
+    device: Device = "cpu"
 
 
 def children_of_stages(schedule: Schedule, config: Config) -> list[tuple[int, int]]:
@@ -62,11 +68,13 @@ def stages_of(work: Work, rank: int, model: nn.Sequential) -> dict[tuple[int, in
     return found
 
 
-def _data(work: Work, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def data_of(work: Work, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step."""
     return batches(data, work.schedule.microbatches, work.size, work.config.context, step, work.seed)
 
 
-def _optimizer(work: Work) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def optimizer_of(work: Work) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the optimiser of a list of parameters."""
     return lambda parameters: torch.optim.AdamW(parameters, lr=work.rate)
 
 
@@ -89,11 +97,12 @@ class Verdict:
 def verify(seat: Seat, work: Work) -> Verdict:
     """One step by the schedule on this rank, and the same step without a pipeline, in this process alone."""
     dtype = getattr(torch, work.dtype)
+    device, group = settle(seat, work.device)
     model = language_model(work.config, work.seed, dtype)
-    whole = language_model(work.config, work.seed, dtype)
-    inputs, targets = _data(work, bytes_of_library(work.data_bytes), 0)
-    stages = stages_of(work, seat.rank, model)
-    pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=seat.group, on_task=doing)
+    whole = language_model(work.config, work.seed, dtype).to(device)
+    inputs, targets = (part.to(device) for part in data_of(work, bytes_of_library(work.data_bytes), 0))
+    stages = {key: stage.to(device) for key, stage in stages_of(work, seat.rank, model).items()}
+    pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=group, on_task=doing)
     result = pipeline.step(inputs, targets)
     doing("the same step in one process")
     expected = 0.0
@@ -123,26 +132,30 @@ def verify(seat: Seat, work: Work) -> Verdict:
 @dataclass(frozen=True)
 class Trained:
     """What a rank reports after training: the loss of every step, seconds a step, its share of time at work, and when
-    each of its rows of the last step ran, in seconds of the machine's clock (see `measure.timeline_of`)."""
+    each of its rows of the last step ran, in seconds of the first rank's clock (see `measure.timeline_of`).
+
+    load: its work by kind of op, the mean of the last ten steps without the very first; None where no step was left."""
 
     rank: int
     losses: list[float]
     seconds: list[float]
     busy: float
     spans: dict[int, tuple[float, float]]
+    load: Load | None = None
 
 
 def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bool, report: bool) -> Trained:
-    """Train this rank's stages; the first rank prints a line a step where `report`."""
+    """Train this rank's stages; the first rank tells of every step where `report`."""
     schedule = work.schedule
+    device, group = settle(seat, work.device)
     model = language_model(work.config, work.seed, getattr(torch, work.dtype))
-    stages = stages_of(work, seat.rank, model)
-    make = _optimizer(work)
+    stages = {key: stage.to(device) for key, stage in stages_of(work, seat.rank, model).items()}
+    make = optimizer_of(work)
     pipeline = Pipeline(
         schedule,
         stages,
         next_byte_loss,
-        group=seat.group,
+        group=group,
         optimizer=None if schedule.synchronous else make,
         on_task=doing,
     )
@@ -152,25 +165,34 @@ def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bo
     if kept is not None and not resume:
         refuse_another_run(kept.folder)
     began = kept.load(pipeline, optimizer) if kept is not None and resume else 0
+    ahead = offset(seat.group)
+    loads = Loads(seat.group, schedule)
     losses: list[float] = []
     seconds: list[float] = []
-    busy, spans = 0.0, {}
-    for step in range(began, work.steps):
-        inputs, targets = _data(work, data, step)
-        dist.barrier(seat.group)
-        zero = time.perf_counter()
-        result = pipeline.step(inputs, targets, seed=hash((work.seed, step)) if work.config.dropout else None)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        taken = time.perf_counter() - zero
-        losses.append(result.loss)
-        seconds.append(taken)
-        spans = result.run.spans
-        busy = sum(end - start for start, end in spans.values()) / taken
-        if report and seat.rank == 0:
-            print(f"step {step + 1}/{work.steps}  loss {result.loss:.4f}  {taken * 1e3:.0f} ms", flush=True)
-        if kept is not None and ((step + 1) % every == 0 or step + 1 == work.steps):
-            doing(f"checkpoint of step {step + 1}")
-            kept.save(step + 1, pipeline, optimizer)
-    return Trained(seat.rank, losses, seconds, busy, spans)
+    spans: dict[int, tuple[float, float]] = {}
+    reporter = Reporter(work.steps, show=report and seat.rank == 0)
+    try:
+        for step in range(began, work.steps):
+            inputs, targets = (part.to(device) for part in data_of(work, data, step))
+            dist.barrier(seat.group)
+            zero = time.perf_counter()
+            result = pipeline.step(inputs, targets, seed=hash((work.seed, step)) if work.config.dropout else None)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            taken = time.perf_counter() - zero
+            losses.append(result.loss)
+            seconds.append(taken)
+            spans = result.run.spans
+            if len(seconds) == 2:
+                loads.restart()  # in the first step buffers and threads are made
+            loads.add(spans, taken)
+            reporter.step(step + 1, result.loss, taken, loads.mean())
+            if kept is not None and ((step + 1) % every == 0 or step + 1 == work.steps):
+                doing(f"checkpoint of step {step + 1}")
+                kept.save(step + 1, pipeline, optimizer)
+    finally:
+        reporter.line.end()
+    busy = sum(end - start for start, end in spans.values()) / seconds[-1] if seconds else 0.0
+    load = loads.mean()[seat.rank] if seconds else None
+    return Trained(seat.rank, losses, seconds, busy, ahead.aligned(spans), load)

@@ -4,6 +4,7 @@
 # (what a user nests has no static type)
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,42 +24,46 @@ def flatten(value: Any) -> tuple[list[Tensor], Any]:
     if isinstance(value, Tensor):  # nearly always
         return [value], ONE
     tensors: list[Tensor] = []
+    return tensors, _taken_apart(value, tensors)
 
-    def walk(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            tensors.append(part)
-            return (TENSOR,)
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return ("named", [walk(each) for each in part], type(part))
-        if isinstance(part, (tuple, list)):
-            return (type(part).__name__ if type(part) in (tuple, list) else "tuple", [walk(each) for each in part])
-        if isinstance(part, dict):
-            return ("dict", [(key, walk(each)) for key, each in part.items()])
-        return ("value", part)
 
-    return tensors, walk(value)
+# Functions of their own: one within another that calls itself is a cycle, and what it refers to (tensors with their
+# graphs) would stay until the garbage collector comes by.
+
+
+def _taken_apart(part: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        return (TENSOR,)
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return ("named", [_taken_apart(each, tensors) for each in part], type(part))
+    if isinstance(part, (tuple, list)):
+        name = type(part).__name__ if type(part) in (tuple, list) else "tuple"
+        return (name, [_taken_apart(each, tensors) for each in part])
+    if isinstance(part, dict):
+        return ("dict", [(key, _taken_apart(each, tensors)) for key, each in part.items()])
+    return ("value", part)
 
 
 def unflatten(tensors: list[Tensor], structure: Any) -> Any:
     """The value that `flatten` took apart, with these tensors."""
     if structure == ONE:
         return tensors[0]
-    rest = iter(tensors)
+    return _built(iter(tensors), structure)
 
-    def build(part: Any) -> Any:
-        if part[0] == TENSOR:
-            return next(rest)
-        if part[0] == "named":
-            return part[2](*(build(each) for each in part[1]))
-        if part[0] == "tuple":
-            return tuple(build(each) for each in part[1])
-        if part[0] == "list":
-            return [build(each) for each in part[1]]
-        if part[0] == "dict":
-            return {key: build(each) for key, each in part[1]}
-        return part[1]
 
-    return build(structure)
+def _built(rest: Iterator[Tensor], part: Any) -> Any:
+    if part[0] == TENSOR:
+        return next(rest)
+    if part[0] == "named":
+        return part[2](*(_built(rest, each) for each in part[1]))
+    if part[0] == "tuple":
+        return tuple(_built(rest, each) for each in part[1])
+    if part[0] == "list":
+        return [_built(rest, each) for each in part[1]]
+    if part[0] == "dict":
+        return {key: _built(rest, each) for key, each in part[1]}
+    return part[1]
 
 
 def leaves(structure: Any) -> list[Any]:

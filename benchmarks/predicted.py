@@ -1,0 +1,197 @@
+"""Predicted against measured: emulated ranks under every schedule, and two ranks that really compute.
+
+For a machine that does nothing else. Emulated ranks wait for as long as their ops take, so what is measured beside the
+prediction is the interpreter: its order, its messages and its own time. The two ranks that compute train a language
+model on a core each, and are predicted from what `stageloom profile` measures before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+import torch.distributed as dist
+
+import stageloom as sl
+from benchmarks.report import Table, Value
+from stageloom.costs import Costs
+from stageloom.errors import ConstraintError
+from stageloom.execute.emulate import default_scale, emulate
+from stageloom.execute.language import Config, bytes_of_library, language_model, next_byte_loss
+from stageloom.execute.measure import timeline_of
+from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.profiling import measure as measure_stages
+from stageloom.execute.training import Work, data_of, optimizer_of, stages_of
+from stageloom.execute.workers import Pool, Seat
+from stageloom.metrics import Metrics, measure
+from stageloom.schedule import Schedule
+from stageloom.simulate import simulate
+
+MAKESPAN: Final = 0.03  # how far an emulated run may be from its prediction, as a part of it
+BUSY: Final = 0.02  # and the utilisation of any of its ranks
+COMPUTED: Final = 0.08  # how far the makespan of ranks that compute may be
+APART: Final = 0.005  # makespans this close to one another have no order
+SECONDS: Final = 3.0  # that an emulated run takes at least
+MICROBATCHES: Final = (16, 32)
+SIXTEEN: Final = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe")
+# a step of some seconds, ops of some tens of milliseconds
+MODEL: Final = Config(layers=6, width=256, heads=4, context=128)
+SIZE: Final = 4
+STEPS: Final = 5
+REAL: Final = (
+    ("gpipe", 8),
+    ("1f1b", 8),
+    ("1f1b", 16),
+    ("zb-h1", 8),
+    ("zb-v", 8),
+    ("interleaved-1f1b", 8),
+    ("dualpipe", 8),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run's numbers, predicted and measured."""
+
+    predicted: Metrics
+    measured: Metrics
+
+    @property
+    def longer(self) -> float:
+        return self.measured.makespan / self.predicted.makespan - 1
+
+    @property
+    def apart(self) -> float:
+        both = self.measured.utilization_per_rank, self.predicted.utilization_per_rank
+        return float(np.abs(np.subtract(*both)).max())
+
+
+def emulated(pool: Pool, schedule: Schedule, costs: Costs) -> Pair:
+    """One emulated run of the pool's ranks."""
+    predicted = measure(simulate(schedule, costs))
+    scale = max(default_scale(schedule, costs), SECONDS / predicted.makespan)
+    spans = pool.run(emulate, schedule, costs, scale, size=schedule.ranks)
+    return Pair(predicted, measure(timeline_of(schedule, spans, costs, unit_seconds=scale)))
+
+
+def schedules(ranks: int, microbatches: int, only: Sequence[str] = ()) -> Iterator[Schedule]:
+    """All registered schedules that these sizes allow."""
+    for record in sl.records():
+        if only and record.name not in only:
+            continue
+        try:
+            yield record(ranks, microbatches)
+        except ConstraintError:
+            continue
+
+
+def out_of_order(pairs: Sequence[Pair]) -> int:
+    """How many of the pairs of schedules are in another order than predicted."""
+    wrong = 0
+    for one, other in combinations(pairs, 2):
+        wanted = one.predicted.makespan / other.predicted.makespan - 1
+        found = one.measured.makespan / other.measured.makespan - 1
+        wrong += abs(wanted) > APART and wanted * found < 0
+    return wrong
+
+
+def emulated_table(ranks: int, sizes: Sequence[int], only: Sequence[str] = ()) -> Table:
+    """Every schedule at every number of micro-batches."""
+    rows: list[tuple[Value, ...]] = []
+    told: list[str] = []
+    with Pool(ranks, timeout=300) as pool:
+        for microbatches in sizes:
+            pairs: list[Pair] = []
+            for schedule in schedules(ranks, microbatches, only):
+                pair = emulated(pool, schedule, Costs())
+                pairs.append(pair)
+                kept = abs(pair.longer) <= MAKESPAN and pair.apart <= BUSY
+                rows.append(
+                    (
+                        schedule.name,
+                        microbatches,
+                        pair.predicted.makespan,
+                        pair.measured.makespan,
+                        100 * pair.longer,
+                        100 * pair.apart,
+                        "yes" if kept else "no",
+                    )
+                )
+            count = len(pairs) * (len(pairs) - 1) // 2
+            told.append(f"{microbatches} micro-batches: {out_of_order(pairs)} of {count} in another order")
+    columns = ("schedule", "micro-batches", "predicted", "measured", "off by, %", "utilisation off by, points", "kept")
+    return Table(
+        f"Predicted against measured: {ranks} emulated ranks",
+        f"F = B = W = 1. Kept: makespan within {100 * MAKESPAN:g} %, utilisation of every rank within {100 * BUSY:g} "
+        f"points. Pairs of schedules whose predictions differ by more than {100 * APART:g} %: {'; '.join(told)}.",
+        columns,
+        tuple(rows),
+    )
+
+
+def computed_table() -> Table:
+    """Two ranks that train: each schedule predicted from a profile of itself, and from one of 1F1B."""
+    rows: list[tuple[Value, ...]] = []
+    with Pool(2, timeout=300) as pool:
+        common = profiled(pool, sl.build("1f1b", 2, 8))
+        for name, microbatches in REAL:
+            schedule = sl.build(name, 2, microbatches)
+            own, other = (measure(simulate(schedule, costs)).makespan for costs in (profiled(pool, schedule), common))
+            spans = zip(*pool.run(trained, Work(schedule, MODEL, size=SIZE)), strict=True)
+            timelines = [timeline_of(schedule, of_ranks, Costs(unit="ms")) for of_ranks in spans]
+            makespans = [measure(timeline).makespan for timeline in timelines]
+            typical = statistics.median(makespans)
+            rows.append(
+                (
+                    name,
+                    microbatches,
+                    own,
+                    typical,
+                    100 * (typical / own - 1),
+                    "yes" if abs(typical / own - 1) <= COMPUTED else "no",
+                    100 * (typical / other - 1),
+                    100 * (max(makespans) / min(makespans) - 1),
+                )
+            )
+    columns = ("schedule", "micro-batches", "predicted, ms", "measured, ms", "off by, %", "kept",
+               "off from a profile of 1F1B, %", "steps apart, %")  # fmt: skip
+    return Table(
+        "Predicted against measured: two ranks that compute, a core each",
+        f"A language model of {MODEL.layers} blocks of width {MODEL.width}, micro-batches of {SIZE} sequences of "
+        f"{MODEL.context} bytes; the median step of {STEPS} after a first one. Kept: within {100 * COMPUTED:g} % of "
+        "the prediction from `stageloom profile` of the same schedule.",
+        columns,
+        tuple(rows),
+    )
+
+
+def profiled(pool: Pool, schedule: Schedule) -> Costs:
+    """What `stageloom profile` measures."""
+    return pool.run(measure_stages, Work(schedule, MODEL, size=SIZE), None, 5, False)[0].costs
+
+
+def trained(seat: Seat, work: Work) -> list[dict[int, tuple[float, float]]]:
+    """When this rank's ops ran in each of some training steps, as `training.train` makes them."""
+    stages = stages_of(work, seat.rank, language_model(work.config, work.seed))
+    pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=seat.group)
+    optimizer = optimizer_of(work)(pipeline.parameters())
+    data = bytes_of_library(work.data_bytes)
+    spans: list[dict[int, tuple[float, float]]] = []
+    for step in range(1 + STEPS):
+        inputs, targets = data_of(work, data, step)
+        dist.barrier(seat.group)
+        spans.append(pipeline.step(inputs, targets).run.spans)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return spans[1:]
+
+
+def tables() -> Iterator[Table]:
+    """All of it: some ten minutes."""
+    yield computed_table()
+    yield emulated_table(8, MICROBATCHES)
+    yield emulated_table(16, (32,), SIXTEEN)
