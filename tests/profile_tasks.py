@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stageloom.costs import Costs
+from stageloom.execute import emulate
 from stageloom.execute.clocks import Offset, offset
 from stageloom.execute.language import Config, batches, bytes_of_library, language_model, next_byte_loss
 from stageloom.execute.profile import Profile, profile
@@ -97,3 +99,23 @@ def loads(seat: Seat, schedule: Schedule) -> list[list[Load]]:
         means.append(found.mean())
     dist.barrier(seat.group)
     return means
+
+
+def emulated_apart(
+    seat: Seat, schedule: Schedule, costs: Costs, unit_seconds: float, ahead: float
+) -> dict[int, tuple[float, float]]:
+    """An emulated run on ranks whose clocks are so far apart, as those of different hosts are."""
+
+    class Clock:
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def perf_counter() -> float:
+            return time.perf_counter() + ahead * seat.rank
+
+    emulate.time = Clock  # type: ignore[assignment]
+    emulate.offset = lambda group: offset(group, clock=Clock.perf_counter, ask=True)  # type: ignore[assignment]
+    try:
+        return emulate.emulate(seat, schedule, costs, unit_seconds)
+    finally:
+        emulate.time, emulate.offset = time, offset  # type: ignore[assignment]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import stageloom as sl
 from command import stageloom
+from profile_tasks import emulated_apart
 from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.execute.emulate import cores, default_scale, emulate
@@ -117,6 +118,16 @@ def test_a_latency_of_one_link_is_felt(pool: Pool) -> None:
     assert timeline.arrival[receiver] == pytest.approx(timeline.end[sender] + 3)
 
 
+@pytest.mark.parametrize("ahead", [1000.0, -1000.0])
+def test_ranks_whose_clocks_differ_are_emulated_in_one_time(pool: Pool, ahead: float) -> None:
+    schedule, costs, scale = sl.build("zb-h1", 3, 4), Costs(latency=0.5), 0.01
+    spans = pool.run(emulated_apart, schedule, costs, scale, ahead, size=3)
+    timeline = timeline_of(schedule, spans, costs, unit_seconds=scale)
+    predicted, real = measure(simulate(schedule, costs)).makespan, measure(timeline).makespan
+    # a receiver may be told a time that is off by half of a message there and back
+    assert predicted * 0.5 < real < predicted + 500 / scale
+
+
 # ------------------------------------------------------------------------------------------------------------ measure
 
 
@@ -207,6 +218,9 @@ def test_run_measures_its_last_step(tmp_path: Path) -> None:
     assert result.status == 0, result.err
     assert "2 processes, 4 micro-batches; the last step; predicted from the mean times of its ops" in result.out
     assert "zb-h1, measured: 2 ranks" in result.out
+    assert "slowest: rank " in result.out
+    heads = next(line for line in result.out.splitlines() if line.startswith("rank"))
+    assert heads.split() == ["rank", "predicted", "measured", "steps", "of", "F", "of", "B", "of", "W", "of", "BW"]
     ET.fromstring(drawn.read_text())
 
 

@@ -128,5 +128,8 @@ def test_wrong_invocations(arguments: str, message: str) -> None:
 def test_asynchronous_schedules_train(tmp_path: Path) -> None:
     result = stageloom("run", "pipedream", "-p", "2", "-m", "8", "--steps", "3", "--json")
     assert result.status == 0, result.err
-    losses = json.loads(result.out)[0]["losses"]
-    assert losses[-1] < losses[0]
+    first, second = json.loads(result.out)
+    assert first["losses"][-1] < first["losses"][0]
+    for rank in (first, second):
+        assert set(rank["op_seconds"]) == {"F", "BW"}
+        assert 0 < 8 * sum(rank["op_seconds"].values()) < sum(rank["seconds"])
