@@ -22,6 +22,7 @@ from mesh_tasks import (
     train,
     train_asynchronously,
     train_experts,
+    train_in_a_part,
     wait_for_what_follows,
     whole_experts,
 )
@@ -103,6 +104,13 @@ def test_two_steps_of_every_schedule_equal_one_process(record: Record, pool: Poo
                 same(found, expected[stage], 1.0, f"rank {rank}, {what} of stage {stage}")
         reductions = [task for task in result["tasks"] if task.startswith("reduce")]
         assert len(reductions) == len(set(reductions)) == len({stage for stage, _ in result["gradients"]})
+
+
+def test_a_mesh_of_some_of_the_processes(pool: Pool) -> None:
+    (expected,), _, _ = toy.reference(2, 4, 1)
+    first, second, *others = pool.run(train_in_a_part, sl.build("1f1b", 2, 4))
+    assert [first, second] == pytest.approx([expected] * 2, abs=1e-10)
+    assert others == ["mesh: this process is not in it"] * 2
 
 
 def test_a_reduction_runs_under_the_ops_that_follow_it(pool: Pool) -> None:
