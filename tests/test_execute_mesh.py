@@ -41,13 +41,6 @@ def pool() -> Iterator[Pool]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def other_pool() -> Iterator[Pool]:
-    """Torch caches tensor parallel plans with the names of process groups, which hold for one mesh in a process."""
-    with Pool(4, timeout=60) as started:
-        yield started
-
-
 def feeds(microbatches: int, steps: int = 1) -> Feeds:
     """The micro-batches of the whole global batch, step by step."""
     pairs = [toy.data(microbatches, step) for step in range(steps)]
@@ -327,10 +320,15 @@ def test_expert_parallel(split: str, pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------- tensor parallel
 
 
+# Torch keeps tensor parallel plans with the names of process groups, for good; in these meshes "tp" is the same one.
+ALONG_PIPELINE: Layout = {"pp": 2, "other": 1, "tp": 2}
+ALONG_DATA: Layout = {"dp": 2, "pp": 1, "tp": 2}
+
+
 @pytest.mark.parametrize("split", ["auto", "deferred", "graph", "fused"])
 def test_tensor_parallel_stages(split: str, pool: Pool) -> None:
     for name in ("zb-h2", "zb-v", "dualpipe"):
-        results = check(pool, sl.build(name, 2, 4), {"pp": 2, "tp": 2}, wrap="tp", split=split, steps=2, clip=0.01)
+        results = check(pool, sl.build(name, 2, 4), ALONG_PIPELINE, wrap="tp", split=split, steps=2, clip=0.01)
         if split == "deferred":
             reasons = {reason for result in results for mode, reason in result["modes"].values() if mode == split}
             assert reasons == {"all weight gradients are deferred"}
@@ -339,19 +337,16 @@ def test_tensor_parallel_stages(split: str, pool: Pool) -> None:
 @pytest.mark.parametrize("split", ["deferred", "graph", "fused"])
 def test_sequence_parallel_stages(split: str, pool: Pool) -> None:
     """The norm sees a part of the sequence on each rank, so that its gradients are still to be added up over them."""
-    results = check(
-        pool, sl.build("zb-h2", 2, 4), {"pp": 2, "tp": 2}, "block", wrap="sp", split=split, steps=2, clip=0.01
-    )
-    check(pool, sl.build("zb-v", 2, 4), {"pp": 2, "tp": 2}, "block", wrap="sp", split=split)
+    results = check(pool, sl.build("zb-h2", 2, 4), ALONG_PIPELINE, "block", wrap="sp", split=split, steps=2, clip=0.01)
+    check(pool, sl.build("zb-v", 2, 4), ALONG_PIPELINE, "block", wrap="sp", split=split)
     if split == "deferred":
         assert results[0]["modes"][0] == ("deferred", "B computes 2 parameters' at once")
 
 
 @pytest.mark.parametrize("split", ["deferred", "graph", "fused"])
-def test_tensor_parallel_beside_data_parallel(split: str, other_pool: Pool) -> None:
-    layout = {"pp": 1, "dp": 2, "tp": 2}
+def test_tensor_parallel_beside_data_parallel(split: str, pool: Pool) -> None:
     for wrap in ("tp", "tp fsdp"):
-        check(other_pool, sl.build("zb-v", 1, 4), layout, wrap=wrap, split=split, steps=2, clip=0.01)
+        check(pool, sl.build("zb-v", 1, 4), ALONG_DATA, wrap=wrap, split=split, steps=2, clip=0.01)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
