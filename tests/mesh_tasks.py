@@ -239,6 +239,18 @@ def train_asynchronously(seat: Any, schedule: Schedule, layout: Layout, feed: An
 # -------------------------------------------------------------------------------------------------------- evaluation
 
 
+def train_in_a_part(seat: Any, schedule: Schedule) -> Any:
+    """A mesh of two processes, of which one has made more groups before; the others are not in it."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "dp"))
+    if seat.rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    modules = {n: toy.stage(n) for n in schedule.placement.stages_of[seat.rank % 2][0]}
+    try:
+        return Pipeline(schedule, modules, toy.loss, mesh=mesh).step(*toy.data(schedule.microbatches, 0)).loss
+    except InputError as error:
+        return str(error)
+
+
 def refused_training(seat: Any, *given: Any) -> str:
     try:
         train(seat, *given)

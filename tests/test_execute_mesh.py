@@ -22,6 +22,7 @@ from mesh_tasks import (
     train,
     train_asynchronously,
     train_experts,
+    train_in_a_part,
     wait_for_what_follows,
     whole_experts,
 )
@@ -36,13 +37,6 @@ TWO_BY_TWO = {"pp": 2, "dp": 2}
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(4, timeout=60) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def other_pool() -> Iterator[Pool]:
-    """Torch caches tensor parallel plans with the names of process groups, which hold for one mesh in a process."""
     with Pool(4, timeout=60) as started:
         yield started
 
@@ -103,6 +97,13 @@ def test_two_steps_of_every_schedule_equal_one_process(record: Record, pool: Poo
                 same(found, expected[stage], 1.0, f"rank {rank}, {what} of stage {stage}")
         reductions = [task for task in result["tasks"] if task.startswith("reduce")]
         assert len(reductions) == len(set(reductions)) == len({stage for stage, _ in result["gradients"]})
+
+
+def test_a_mesh_of_some_of_the_processes(pool: Pool) -> None:
+    (expected,), _, _ = toy.reference(2, 4, 1)
+    first, second, *others = pool.run(train_in_a_part, sl.build("1f1b", 2, 4))
+    assert [first, second] == pytest.approx([expected] * 2, abs=1e-10)
+    assert others == ["mesh: this process is not in it"] * 2
 
 
 def test_a_reduction_runs_under_the_ops_that_follow_it(pool: Pool) -> None:
@@ -319,10 +320,15 @@ def test_expert_parallel(split: str, pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------- tensor parallel
 
 
+# Torch keeps tensor parallel plans with the names of process groups, for good; in these meshes "tp" is the same one.
+ALONG_PIPELINE: Layout = {"pp": 2, "other": 1, "tp": 2}
+ALONG_DATA: Layout = {"dp": 2, "pp": 1, "tp": 2}
+
+
 @pytest.mark.parametrize("split", ["auto", "deferred", "graph", "fused"])
 def test_tensor_parallel_stages(split: str, pool: Pool) -> None:
     for name in ("zb-h2", "zb-v", "dualpipe"):
-        results = check(pool, sl.build(name, 2, 4), {"pp": 2, "tp": 2}, wrap="tp", split=split, steps=2, clip=0.01)
+        results = check(pool, sl.build(name, 2, 4), ALONG_PIPELINE, wrap="tp", split=split, steps=2, clip=0.01)
         if split == "deferred":
             reasons = {reason for result in results for mode, reason in result["modes"].values() if mode == split}
             assert reasons == {"all weight gradients are deferred"}
@@ -331,19 +337,16 @@ def test_tensor_parallel_stages(split: str, pool: Pool) -> None:
 @pytest.mark.parametrize("split", ["deferred", "graph", "fused"])
 def test_sequence_parallel_stages(split: str, pool: Pool) -> None:
     """The norm sees a part of the sequence on each rank, so that its gradients are still to be added up over them."""
-    results = check(
-        pool, sl.build("zb-h2", 2, 4), {"pp": 2, "tp": 2}, "block", wrap="sp", split=split, steps=2, clip=0.01
-    )
-    check(pool, sl.build("zb-v", 2, 4), {"pp": 2, "tp": 2}, "block", wrap="sp", split=split)
+    results = check(pool, sl.build("zb-h2", 2, 4), ALONG_PIPELINE, "block", wrap="sp", split=split, steps=2, clip=0.01)
+    check(pool, sl.build("zb-v", 2, 4), ALONG_PIPELINE, "block", wrap="sp", split=split)
     if split == "deferred":
         assert results[0]["modes"][0] == ("deferred", "B computes 2 parameters' at once")
 
 
 @pytest.mark.parametrize("split", ["deferred", "graph", "fused"])
-def test_tensor_parallel_beside_data_parallel(split: str, other_pool: Pool) -> None:
-    layout = {"pp": 1, "dp": 2, "tp": 2}
+def test_tensor_parallel_beside_data_parallel(split: str, pool: Pool) -> None:
     for wrap in ("tp", "tp fsdp"):
-        check(other_pool, sl.build("zb-v", 1, 4), layout, wrap=wrap, split=split, steps=2, clip=0.01)
+        check(pool, sl.build("zb-v", 1, 4), ALONG_DATA, wrap=wrap, split=split, steps=2, clip=0.01)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -59,16 +59,22 @@ def agree(grid: Grid, schedule: Schedule, *options: object) -> None:
 
 def agree_on_parts(grid: Grid, parts: list[Part]) -> None:
     """Refuse, on every rank, holders of one stage that do not hold the same of it: their sums would not fit."""
-    mine = [(part.stage, part.ranks, part.described()) for part in parts if len(part.ranks) > 1]
+    mine = {(part.stage, part.ranks): part.described() for part in parts if len(part.ranks) > 1}
+    digests = {key: hashlib.sha256(repr(what).encode()).hexdigest() for key, what in mine.items()}
+    told = _everyone(grid, digests)
+    for rank in sorted(told):
+        for key, what in sorted(told[rank].items()):
+            other = next((other for other in key[1] if told.get(other, {}).get(key) != what), None)
+            if other is not None:  # on all ranks alike, so that all go on to say what they have
+                whole = _everyone(grid, mine.get(key))
+                raise InputError(_unlike(key[0], rank, other, whole[rank], whole[other]))
+
+
+def _everyone(grid: Grid, mine: Any) -> dict[int, Any]:
+    """What each process says, by its global rank."""
     said: list[Any] = [None] * dist.get_world_size(grid.whole)
     dist.all_gather_object(said, (dist.get_rank(), mine), group=grid.whole)
-    told = {rank: {(stage, ranks): what for stage, ranks, what in theirs} for rank, theirs in said}
-    for rank in sorted(told):
-        for (stage, ranks), what in sorted(told[rank].items()):
-            for other in ranks:
-                theirs = told.get(other, {}).get((stage, ranks))
-                if theirs != what:
-                    raise InputError(_unlike(stage, rank, other, what, theirs))
+    return dict(said)
 
 
 def _unlike(stage: int, rank: int, other: int, what: list[Any], theirs: list[Any] | None) -> str:

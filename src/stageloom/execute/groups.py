@@ -35,6 +35,19 @@ def make_groups(wanted: Iterable[Ranks], everyone: dist.ProcessGroup) -> dict[Ra
     return {ranks: made for ranks, made in found.items() if len(ranks) > 1}
 
 
+def make_whole(ranks: Ranks, lines: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group of all processes of a mesh, called by them alone; they have groups along each of its dimensions."""
+    lines, most = list(lines), _count()
+    backend = dist.get_backend_config(lines[0])
+    for line in lines:  # after the last one, all know of all
+        said: list[Any] = [None] * dist.get_world_size(line)
+        dist.all_gather_object(said, most, group=line)
+        most = max(said)
+    for _ in range(most - _count()):
+        _new((dist.get_rank(),), backend)
+    return _new(ranks, backend)
+
+
 def _turns(groups: set[Ranks], rank: int) -> list[Ranks]:
     """What a process makes in each round; a group is made in the first round in which all its members are free.
 

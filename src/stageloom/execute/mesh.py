@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageloom.errors import InputError
+from stageloom.execute.groups import make_whole
 from stageloom.schedule import Schedule
 
 
@@ -170,8 +171,7 @@ def _whole(mesh: DeviceMesh) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and ranks == dist.get_process_group_ranks(world):
         return world
-    made: Any = dist.new_group(ranks, use_local_synchronization=True)
-    return made
+    return make_whole(tuple(ranks), [mesh.get_group(name) for name in _names(mesh)])
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
