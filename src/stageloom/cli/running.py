@@ -55,6 +55,11 @@ class Precision(StrEnum):
     float64 = "float64"
 
 
+class Backend(StrEnum):
+    own = "own"
+    torch = "torch"
+
+
 def _whole(flag: str, text: str) -> typer.models.OptionInfo:
     return typer.Option(flag, parser=whole, metavar="INT", help=text)
 
@@ -110,6 +115,9 @@ def verify(
     size: Size = 2,
     seed: Seed = 0,
     precision: Annotated[Precision, typer.Option("--precision", help="Numbers to compute in.")] = Precision.float64,
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="Whose runtime: this one, or torch.distributed.pipelining's.")
+    ] = Backend.own,
     timeout: Timeout = 120.0,
     as_json: Json = False,
 ) -> int:
@@ -117,10 +125,13 @@ def verify(
     value = read_schedule(schedule, ranks, microbatches, chunks, option)
     if not value.synchronous:
         raise InputError(f"{value.name} is asynchronous: its gradients are not those of one process; use `run`")
-    work = _work(value, layers, width, context, size, seed, dtype=precision.value)
+    work = _work(value, layers, width, context, size, seed, dtype=precision.value, backend=backend.value)
+    from stageloom.execute.torch_backend import require_runnable
     from stageloom.execute.training import verify as task
     from stageloom.execute.workers import launch
 
+    if backend is Backend.torch:
+        require_runnable(value)
     began = clock.perf_counter()
     verdicts = launch(task, value.ranks, work, timeout=timeout)
     limit = 1e-9 if precision is Precision.float64 else 1e-3
@@ -140,6 +151,7 @@ def verify(
     ]
     print_columns(columns, out)
     sizes = f"{many(value.ranks, 'process')}, {many(value.microbatches, 'micro-batch')}, {precision.value}"
+    sizes += "; PyTorch's runtime" if backend is Backend.torch else ""
     word = "equal to one process" if equal else f"NOT equal to one process (limit {limit:g})"
     out.print(
         Text(f"{value.name}: {word}", style="bold green" if equal else "bold red").append(

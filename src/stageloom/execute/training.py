@@ -18,10 +18,12 @@ from stageloom.errors import InputError
 from stageloom.execute.checkpoint import Checkpoint, refuse_another_run
 from stageloom.execute.language import Config, StageSequence, batches, bytes_of_library, language_model, next_byte_loss
 from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.torch_backend import TorchPipeline
 from stageloom.execute.workers import Seat, doing
 from stageloom.schedule import Schedule
 
 Dtype = Literal["float32", "float64"]
+Backend = Literal["own", "torch"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Work:
     seed: int = 0
     dtype: Dtype = "float32"
     data_bytes: int = 4_000_000
+    backend: Backend = "own"  # of verify: whose runtime is compared with one process
 
 
 def children_of_stages(schedule: Schedule, config: Config) -> list[tuple[int, int]]:
@@ -93,7 +96,10 @@ def verify(seat: Seat, work: Work) -> Verdict:
     whole = language_model(work.config, work.seed, dtype)
     inputs, targets = _data(work, bytes_of_library(work.data_bytes), 0)
     stages = stages_of(work, seat.rank, model)
-    pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=seat.group, on_task=doing)
+    if work.backend == "torch":
+        pipeline = TorchPipeline(work.schedule, stages, next_byte_loss, group=seat.group)
+    else:
+        pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=seat.group, on_task=doing)
     result = pipeline.step(inputs, targets)
     doing("the same step in one process")
     expected = 0.0
