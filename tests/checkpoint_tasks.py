@@ -157,7 +157,7 @@ def load_damaged(seat: Any, folder: str, how: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- kills at every call
 
-CALLS = {"open", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "close"}
+CALLS = {"open", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "close", "write"}
 SOME_WRITES = 97  # of the many writes into a file, every 97th
 
 
@@ -174,10 +174,10 @@ def in_a_child(act: Callable[[Any], None]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def kill_at_every_call(folder: Path, again: bool) -> list[dict[str, Any]]:
-    """Save a second checkpoint (of the same step, if `again`), and be killed before the n-th call of the system, for
-    n = 0, 1, .. until none is left: what can be loaded then, and what is left after one more save."""
-    step = 1 if again else 2
+def kill_at_every_call(folder: Path, step: int, calls: set[str]) -> list[dict[str, Any]]:
+    """Save a checkpoint of this step after one of step 1, and be killed before the n-th of these calls, n = 0, 1, ..,
+    until none is left: what can be loaded then, and what is left after one more save."""
+    folder.mkdir()
     base, report = folder / "base", folder / "report"
 
     def first(group: Any) -> None:
@@ -187,53 +187,61 @@ def kill_at_every_call(folder: Path, again: bool) -> list[dict[str, Any]]:
 
     assert in_a_child(first) == 0
     found: list[dict[str, Any]] = []
+
+    def look_back_and_save(group: Any) -> None:
+        if found:
+            report.write_text(json.dumps(look(folder / f"at {len(found) - 1}", group)))
+        if not found or found[-1]["killed"]:
+            save_until_killed(folder / f"at {len(found)}", step, calls, len(found), group)
+
     while True:
-        place = folder / f"at {len(found)}"
-        shutil.copytree(base, place)
-
-        def killed(group: Any, place: Path = place, left: int = len(found)) -> None:
-            pipeline, optimizer = pipeline_of(0, group, 1)
-            fill(pipeline, optimizer, 2.0)
-
-            writes = 0
-
-            def see(_: Any, event: str, called: Any) -> None:
-                nonlocal left, writes
-                name = getattr(called, "__name__", "") if event == "c_call" else ""
-                writes += name == "write"
-                if (name in CALLS and not isinstance(called.__self__, str)) or (
-                    name == "write" and writes % SOME_WRITES == 0
-                ):
-                    left -= 1
-                    if left < 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.setprofile(see)
-            Checkpoint(str(place), group).save(step, pipeline, optimizer)
-            sys.setprofile(None)
-
-        def look(group: Any, place: Path = place) -> None:
-            pipeline, optimizer = pipeline_of(0, group, 1)
-            kept = Checkpoint(str(place), group)
-            left = sorted(path.name for path in place.iterdir())
-            loaded = kept.load(pipeline, optimizer)
-            read = numbers(pipeline, optimizer)
-            kept.save(3, pipeline, optimizer)
-            after = sorted(path.name for path in place.iterdir())
-            report.write_text(json.dumps({"left": left, "step": loaded, "numbers": read, "after": after}))
-
-        ended = in_a_child(killed)
-        assert in_a_child(look) == 0
-        found.append({"killed": ended == signal.SIGKILL, **json.loads(report.read_text())})
-        if ended == 0:
+        shutil.copytree(base, folder / f"at {len(found)}")
+        ended = in_a_child(look_back_and_save)
+        assert ended in (0, signal.SIGKILL), ended
+        if found:
+            found[-1] |= json.loads(report.read_text())
+        if found and not found[-1]["killed"]:
             return found
-        assert ended == signal.SIGKILL, ended
+        found.append({"killed": ended == signal.SIGKILL})
+
+
+def save_until_killed(place: Path, step: int, calls: set[str], left: int, group: Any) -> None:
+    pipeline, optimizer = pipeline_of(0, group, 1)
+    fill(pipeline, optimizer, 2.0)
+    writes = 0
+
+    def see(_: Any, event: str, called: Any) -> None:
+        nonlocal left, writes
+        name = getattr(called, "__name__", "") if event == "c_call" else ""
+        writes += name == "write"
+        if name == "write" and writes % SOME_WRITES:
+            return
+        if name in calls and not isinstance(called.__self__, str):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(see)
+    Checkpoint(str(place), group).save(step, pipeline, optimizer)
+    sys.setprofile(None)
+
+
+def look(place: Path, group: Any) -> dict[str, Any]:
+    """What is left in a folder, what is loaded from it, and what is left after one more save."""
+    pipeline, optimizer = pipeline_of(0, group, 1)
+    kept = Checkpoint(str(place), group)
+    left = sorted(path.name for path in place.iterdir())
+    step = kept.load(pipeline, optimizer)
+    read = numbers(pipeline, optimizer)
+    kept.save(3, pipeline, optimizer)
+    after = sorted(path.name for path in place.iterdir())
+    return {"left": left, "step": step, "numbers": read, "after": after}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.optim.SGD(toy.stage(0).parameters(), lr=0.1)  # imports what would be imported in every child
-    places = {name: Path(sys.argv[1]) / name for name in ("another", "again")}
-    for place in places.values():
-        place.mkdir()
-    print(json.dumps({name: kill_at_every_call(place, name == "again") for name, place in places.items()}))
+    place = Path(sys.argv[1])
+    another = kill_at_every_call(place / "another", 2, CALLS)
+    again = kill_at_every_call(place / "again", 1, CALLS - {"open", "close", "fsync", "write", "mkdir"})
+    print(json.dumps({"another": another, "again": again}))

@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import chaos_tasks as tasks  # noqa: E402
-import stageloom as sl  # noqa: E402
-import toy  # noqa: E402
-from chaos_tasks import Fault, Kind  # noqa: E402
-from stageloom.execute.language import Config  # noqa: E402
-from stageloom.execute.tasks import Task, tasks_of  # noqa: E402
-from stageloom.execute.training import Work  # noqa: E402
-from stageloom.execute.training import train as train_model  # noqa: E402
-from stageloom.execute.workers import Failure, Pool  # noqa: E402
-from stageloom.lower import Code, lower  # noqa: E402
-from stageloom.schedule import Schedule  # noqa: E402
+import chaos_tasks as tasks
+import stageloom as sl
+import toy
+from chaos_tasks import Fault, Kind
+from stageloom.execute.language import Config
+from stageloom.execute.tasks import Task, tasks_of
+from stageloom.execute.training import Work
+from stageloom.execute.training import train as train_model
+from stageloom.execute.workers import Failure, Pool
+from stageloom.lower import Code, lower
+from stageloom.schedule import Schedule
 
 pytestmark = pytest.mark.torch
 

@@ -38,12 +38,12 @@ def test_a_kill_before_any_call_of_the_system_leaves_a_whole_checkpoint(tmp_path
     """A save is killed before its first, second, .. call that changes files, until it comes through."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)])}
     command = [sys.executable, tasks.__file__, str(tmp_path)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert output.returncode == 0, output.stderr
     found = json.loads(output.stdout)
-    for name, step in (("another", 2), ("again", 1)):
+    for name, step, least in (("another", 2, 20), ("again", 1, 5)):
         *killed, through = found[name]
-        assert len(killed) > 20
+        assert len(killed) >= least
         assert all(each["killed"] for each in killed)
         assert not through["killed"]
         for each in found[name]:
@@ -104,7 +104,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount a file system; the test above limits the size of files instead")
     command = ["unshare", "-rm", "sh", "-c", script, str(disk), str(tmp_path / "out"), sys.executable]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if result.returncode == 77:
         pytest.skip("this user may not mount a file system; the test above limits the size of files instead")
     assert result.returncode == 2, result

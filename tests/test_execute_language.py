@@ -7,13 +7,11 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-
-from torch import Tensor, nn  # noqa: E402
-
-from stageloom.errors import InputError  # noqa: E402
-from stageloom.execute.language import (  # noqa: E402
+from stageloom.errors import InputError
+from stageloom.execute.language import (
     Config,
     StageSequence,
     batches,

@@ -9,18 +9,16 @@ import random
 import weakref
 
 import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from stageloom.errors import InputError, StageloomError  # noqa: E402
-from stageloom.execute.split import (  # noqa: E402
+from stageloom.errors import InputError, StageloomError
+from stageloom.execute.split import (
     Experts,
     prepare,
     probe,

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 import stageloom as sl
+from command import stageloom
 from random_schedules import random_schedule
 from stageloom.execute.torch_backend import refusal
 from stageloom.execute.workers import Pool
@@ -92,3 +93,12 @@ def test_orders_that_pytorch_would_run_wrong_are_refused(pool: Pool) -> None:
 def test_wrong_use_is_refused(case: str, expected: str, pool: Pool) -> None:
     [message] = pool.run(refused, sl.build("1f1b", 1, 3), case, size=1)
     assert message == expected
+
+
+def test_verify_by_pytorchs_runtime() -> None:
+    result = stageloom("verify", "zb-h1", "-p", "2", "-m", "3", "--backend", "torch")
+    assert result.status == 0, result.err
+    assert "zb-h1: equal to one process (2 processes, 3 micro-batches, float64; PyTorch's runtime; " in result.out
+    refused = stageloom("verify", "dualpipe", "-p", "2", "-m", "4", "--backend", "torch")
+    assert refused.status == 2
+    assert "dualpipe cannot run on PyTorch's runtime: it has 2 paths (stage 0 is on ranks [0, 1])" in refused.err

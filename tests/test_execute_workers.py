@@ -14,12 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import worker_tasks as tasks  # noqa: E402
-from stageloom.errors import InputError  # noqa: E402
-from stageloom.execute.workers import Failure, Pool, doing, launch  # noqa: E402
+import worker_tasks as tasks
+from stageloom.errors import InputError
+from stageloom.execute.workers import Failure, Pool, doing, launch
 
 pytestmark = pytest.mark.torch
 

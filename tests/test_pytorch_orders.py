@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pytorch_orders import Order, executed_1f1b, orders
 
 from stageloom.schedule import Schedule
 from stageloom.schedules import build, find
-
-pytest.importorskip("torch.distributed.pipelining.schedules")
-
-from tests.pytorch_orders import Order, executed_1f1b, orders
 
 pytestmark = pytest.mark.torch
 

@@ -61,6 +61,11 @@ class Precision(StrEnum):
     float64 = "float64"
 
 
+class Backend(StrEnum):
+    own = "own"
+    torch = "torch"
+
+
 @app.command()
 def verify(
     schedule: Source,
@@ -75,6 +80,9 @@ def verify(
     seed: Seed = 0,
     device: DeviceOption = Device.cpu,
     precision: Annotated[Precision, typer.Option("--precision", help="Numbers to compute in.")] = Precision.float64,
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="Whose runtime: this one, or torch.distributed.pipelining's.")
+    ] = Backend.own,
     timeout: Timeout = 120.0,
     as_json: Json = False,
 ) -> int:
@@ -82,9 +90,14 @@ def verify(
     value = read_run(schedule, ranks, microbatches, chunks, option)
     if not value.synchronous:
         raise InputError(f"{value.name} is asynchronous: its gradients are not those of one process; use `run`")
-    work = work_of(value, layers, width, context, size, seed, device, dtype=precision.value)
+    work = work_of(value, layers, width, context, size, seed, device, dtype=precision.value, backend=backend.value)
+    from stageloom.execute.torch_backend import require_runnable
     from stageloom.execute.training import verify as task
 
+    if backend is Backend.torch:
+        require_runnable(value)
+        if device is Device.cuda:
+            raise InputError("--backend torch is a cross-check in main memory; drop --device cuda")
     began = clock.perf_counter()
     verdicts = start(task, value, work, timeout=timeout)
     if verdicts is None:
@@ -106,6 +119,7 @@ def verify(
     ]
     print_columns(columns, out)
     sizes = f"{many(value.ranks, 'process')}, {many(value.microbatches, 'micro-batch')}, {precision.value}"
+    sizes += "; PyTorch's runtime" if backend is Backend.torch else ""
     word = "equal to one process" if equal else f"NOT equal to one process (limit {limit:g})"
     out.print(
         Text(f"{value.name}: {word}", style="bold green" if equal else "bold red").append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from stageloom.errors import InputError, ScheduleError, StageloomError
 from stageloom.execute.mesh import grid_of
+from stageloom.execute.pipeline import Stages
+from stageloom.execute.split import Report
 from stageloom.op import Kind
 from stageloom.schedule import Schedule
 from stageloom.validate import problems
@@ -68,8 +71,22 @@ def orders(schedule: Schedule) -> dict[int, list[str]]:
     return found
 
 
+def require_runnable(schedule: Schedule) -> None:
+    """Raise ScheduleError for a schedule that PyTorch's runtime cannot run, with the reason."""
+    reason = refusal(schedule)
+    if reason is not None:
+        raise ScheduleError(f"{schedule.name} cannot run on PyTorch's runtime: {reason}")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a step gave: the mean loss over micro-batches, on every rank."""
+
+    loss: float
+
+
 class TorchPipeline:
-    """What `pipeline.Pipeline` does, done by PyTorch: stages by number, `step`, gradients in `.grad`.
+    """What `pipeline.Pipeline` does, done by PyTorch: `step`, and gradients in `.grad`.
 
     The loss's mean over micro-batches is taken before its backward, so that gradients add up over steps as ours do.
     Raises ScheduleError for a schedule that PyTorch's runtime cannot run, InputError for stages that are not this
@@ -79,7 +96,7 @@ class TorchPipeline:
     def __init__(
         self,
         schedule: Schedule,
-        stages: Mapping[int, nn.Module],
+        stages: Stages,
         loss: Callable[[Any, Any], Tensor],
         *,
         group: dist.ProcessGroup | None = None,
@@ -87,19 +104,23 @@ class TorchPipeline:
         found = problems(schedule)
         if found:
             raise ScheduleError(f"{schedule.name} cannot run: {found[0]}", [str(problem) for problem in found])
-        reason = refusal(schedule)
-        if reason is not None:
-            raise ScheduleError(f"{schedule.name} cannot run on PyTorch's runtime: {reason}")
+        require_runnable(schedule)
         self.schedule = schedule
         self.group = grid_of(None, group, schedule).pipeline
         own = schedule.placement.stages_of[dist.get_rank(self.group)][0]
-        if sorted(stages) != list(own):
-            raise InputError(f"stages: are given for {sorted(stages)}; {schedule.name} puts {list(own)} on this rank")
-        self.runtime = _runtime(schedule, {number: stages[number] for number in own}, loss, self.group)
+        given = {(key[1] if isinstance(key, tuple) else key): module for key, module in stages.items()}
+        if sorted(given) != list(own):
+            raise InputError(f"stages: are given for {sorted(given)}; {schedule.name} puts {list(own)} on this rank")
+        self.runtime = _runtime(schedule, {number: given[number] for number in own}, loss, self.group)
+        split = {int(stage) for stage in schedule.stage[schedule.kind == Kind.W]}
+        self.reports = {
+            (0, number): Report("graph" if number in split else "fused", "as PyTorch's runtime does it", {}, ())
+            for number in own
+        }
         self.first, self.last = 0 in own, schedule.stages - 1 in own
 
-    def step(self, inputs: Tensor | None = None, targets: Tensor | None = None) -> float:
-        """Forward and backward of one mini-batch, cut along its first dimension; the mean loss, on every rank."""
+    def step(self, inputs: Tensor | None = None, targets: Tensor | None = None) -> Mean:
+        """Forward and backward of one mini-batch, cut along its first dimension."""
         for name, value, wanted in (("inputs", inputs, self.first), ("targets", targets, self.last)):
             if wanted and (value is None or len(value) % self.schedule.microbatches):
                 got = "nothing" if value is None else f"{len(value)} rows"
@@ -111,7 +132,7 @@ class TorchPipeline:
         for loss in losses:
             total += loss.detach().double().cpu()
         dist.all_reduce(total, group=self.group)
-        return float(total)
+        return Mean(float(total))
 
 
 def _runtime(

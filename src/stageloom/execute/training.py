@@ -22,10 +22,12 @@ from stageloom.execute.language import Config, StageSequence, batches, bytes_of_
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.progress import Reporter
 from stageloom.execute.stragglers import Load, Loads
+from stageloom.execute.torch_backend import TorchPipeline
 from stageloom.execute.workers import Seat, doing
 from stageloom.schedule import Schedule
 
 Dtype = Literal["float32", "float64"]
+Backend = Literal["own", "torch"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Work:
     dtype: Dtype = "float32"
     data_bytes: int = 4_000_000
     device: Device = "cpu"
+    backend: Backend = "own"  # of verify: whose runtime is compared with one process
 
 
 def children_of_stages(schedule: Schedule, config: Config) -> list[tuple[int, int]]:
@@ -102,7 +105,10 @@ def verify(seat: Seat, work: Work) -> Verdict:
     whole = language_model(work.config, work.seed, dtype).to(device)
     inputs, targets = (part.to(device) for part in data_of(work, bytes_of_library(work.data_bytes), 0))
     stages = {key: stage.to(device) for key, stage in stages_of(work, seat.rank, model).items()}
-    pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=group, on_task=doing)
+    if work.backend == "torch":
+        pipeline = TorchPipeline(work.schedule, stages, next_byte_loss, group=group)
+    else:
+        pipeline = Pipeline(work.schedule, stages, next_byte_loss, group=group, on_task=doing)
     result = pipeline.step(inputs, targets)
     doing("the same step in one process")
     expected = 0.0
