@@ -11,11 +11,11 @@ from typing import NoReturn
 
 import typer
 
-from stageloom.cli import commands, running
+from stageloom.cli import commands, optimizing, running
 from stageloom.cli.app import app
 from stageloom.errors import StageloomError
 
-__all__ = ["app", "commands", "main", "running"]
+__all__ = ["app", "commands", "main", "optimizing", "running"]
 
 
 # typer brings its own copy of click or uses the installed one; either way this is the base of its usage errors.
