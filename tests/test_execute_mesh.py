@@ -244,6 +244,17 @@ def test_a_sharded_stage_trains_on(pool: Pool) -> None:
             same(found, weights[stage], 1.0, f"stage {stage}")
 
 
+@pytest.mark.parametrize("split", ["auto", "deferred"])
+def test_a_path_without_micro_batches(split: str, pool: Pool) -> None:
+    """Its replicas compute nothing, gather nothing, and end the step with the gradients of the others."""
+    text = "stageloom schedule 1\nname: idle\nranks: 2\nmicrobatches: 2\npath: 0 1\npath: 1 0\n"
+    text += (
+        "paths of micro-batches: 0*2\nrank 0: F0@0 F1@0 B0@0 W0@0 B1@0 W1@0\nrank 1: F0@1 B0@1 W0@1 F1@1 B1@1 W1@1\n"
+    )
+    for wrap in (None, "fsdp"):
+        check(pool, sl.loads(text), TWO_BY_TWO, wrap=wrap, split=split, steps=2, clip=0.01)
+
+
 def test_layers_that_only_some_processes_use(pool: Pool) -> None:
     """Which layer a micro-batch takes depends on its values; what no process uses keeps no gradient."""
     for wrap in (None, "fsdp"):

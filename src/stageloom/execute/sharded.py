@@ -75,7 +75,7 @@ class Sharded:
         """
         if stage in self._modules:
             self._used.append(self._complete(stage))
-        for module in self._modules.get(stage, ()):
+        for module in filter(_has_run, self._modules.get(stage, ())):
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
             for group in _groups(module):
@@ -99,11 +99,12 @@ class Sharded:
         used: list[bool] = []
         trained = [each for module in self._modules[stage] for each in _parameters(module)]
         for each in trained:
-            own = each._unsharded_param
-            used.append(own.grad is not None or each.unsharded_accumulated_grad is not None)
-            if not used[-1]:
+            own = getattr(each, "_unsharded_param", None)  # None on a path without micro-batches
+            used.append(own is not None and (own.grad is not None or each.unsharded_accumulated_grad is not None))
+            if own is not None and not used[-1]:
                 own.grad = torch.zeros_like(own)
-            _accumulate(each)
+            if own is not None:
+                _accumulate(each)
         parameters = [each.sharded_param for each in trained]
         counts = torch.tensor([float(one) for one in used], device=parameters[0].device if parameters else None)
         holders = self._holders[stage]
@@ -181,6 +182,11 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     return list(several) if several is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def _has_run(module: Any) -> bool:
+    """Whether it has ever computed anything: a replica on a path without micro-batches has not."""
+    return module._get_fsdp_state()._is_root is not None
 
 
 def _parameters(module: Any) -> list[Any]:
