@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from stageloom.cli import main
+
+if TYPE_CHECKING:
+    from stageloom.execute.workers import Pool
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,17 @@ class Result:
     status: int
     out: str
     err: str
+
+
+@contextlib.contextmanager
+def workers_of(pool: Pool) -> Iterator[None]:
+    """Within, the command line runs on the processes of a pool, which have started already, not on new ones."""
+
+    def launch(task: Any, size: int, *args: object, **_: object) -> list[Any]:
+        return pool.run(task, *args, size=size)
+
+    with mock.patch("stageloom.execute.workers.launch", launch):
+        yield
 
 
 def stageloom(*arguments: str) -> Result:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_tasks as tasks
-from command import stageloom
+from command import stageloom, workers_of
 from stageloom.execute.checkpoint import newest
 from stageloom.execute.workers import Failure, Pool
 
@@ -90,7 +90,7 @@ def test_a_full_disk_of_all_ranks_is_said_of_each(pool: Pool, tmp_path: Path) ->
         assert said["here"]
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full(pool: Pool, tmp_path: Path) -> None:
     """`stageloom run` on a file system of 1.1 MB, which does not hold two checkpoints of 0.7 MB."""
     script = """
         mount -t tmpfs -o size=1100k none "$0" || exit 77
@@ -115,7 +115,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     assert re.search(pattern, said), result.stderr
     assert newest(tmp_path / "out") == 1
     again = f"run 1f1b -p 2 -m 2 --steps 3 --every 1 --layers 2 --width 32 --json --resume --checkpoint {tmp_path}/out"
-    assert [len(rank["losses"]) for rank in json.loads(stageloom(*again.split()).out)] == [2, 2]
+    with workers_of(pool):
+        assert [len(rank["losses"]) for rank in json.loads(stageloom(*again.split()).out)] == [2, 2]
 
 
 # ------------------------------------------------------------------------------------------------- what cannot be read
@@ -139,11 +140,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(how: str, expected: str, pool
     assert any(expected in message for message in messages), messages
 
 
-def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path: Path) -> None:
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(pool: Pool, tmp_path: Path) -> None:
     command = f"run 1f1b -p 2 -m 2 --steps 2 --checkpoint {tmp_path}/c --layers 2 --width 16 --context 16".split()
-    assert stageloom(*command).status == 0
-    before = sorted(path.name for path in (tmp_path / "c").iterdir())
-    result = stageloom(*command)
+    with workers_of(pool):
+        assert stageloom(*command).status == 0
+        before = sorted(path.name for path in (tmp_path / "c").iterdir())
+        result = stageloom(*command)
     assert result.status == 2
     assert f"--checkpoint {tmp_path}/c: holds a checkpoint of step 2 already; add --resume" in result.err
     assert len(result.err.splitlines()) == 1

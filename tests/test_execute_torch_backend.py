@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 import stageloom as sl
-from command import stageloom
+from command import stageloom, workers_of
 from random_schedules import random_schedule
 from stageloom.execute.torch_backend import refusal
 from stageloom.execute.workers import Pool
@@ -95,8 +95,9 @@ def test_wrong_use_is_refused(case: str, expected: str, pool: Pool) -> None:
     assert message == expected
 
 
-def test_verify_by_pytorchs_runtime() -> None:
-    result = stageloom("verify", "zb-h1", "-p", "2", "-m", "3", "--backend", "torch")
+def test_verify_by_pytorchs_runtime(pool: Pool) -> None:
+    with workers_of(pool):
+        result = stageloom("verify", "zb-h1", "-p", "2", "-m", "3", "--backend", "torch")
     assert result.status == 0, result.err
     assert "zb-h1: equal to one process (2 processes, 3 micro-batches, float64; PyTorch's runtime; " in result.out
     refused = stageloom("verify", "dualpipe", "-p", "2", "-m", "4", "--backend", "torch")

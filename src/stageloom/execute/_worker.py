@@ -233,9 +233,8 @@ def one_line(error: BaseException) -> str:
 def _is_second_hand(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, RankError):
-            return not error.here
-        if _SECOND_HAND.search(one_line(error)):
+        elsewhere = isinstance(error, RankError) and not error.here
+        if elsewhere or _SECOND_HAND.search(one_line(error)):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
