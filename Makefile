@@ -63,10 +63,10 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing the development tools"
-	@$(PIP_INSTALL) -e '.[plot,dev]'
+	@$(PIP_INSTALL) -e '.[plot,search,dev]'
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.dev
 	@echo "Installing PyTorch (the largest part; takes a while the first time)"
-	@$(PIP_INSTALL) -e '.[plot,dev,torch]'
+	@$(PIP_INSTALL) -e '.[plot,search,dev,torch]'
 	@touch $@

@@ -92,7 +92,7 @@ def table(source: Source, cells: list[Cell]) -> Table:
 
 
 @cache
-def facts(name: str) -> dict[str, Any]:
+def facts(name: str) -> Any:
     return json.loads((FACTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -114,7 +114,7 @@ def formula(text: str, **values: float) -> float:
 
 
 def run(name: str, ranks: int, microbatches: int, costs: Costs, **options: Any) -> Metrics:
-    return measure(simulate(build(name, ranks, microbatches, **options), costs))
+    return measure(simulate(build(name, ranks, microbatches, costs=costs, **options), costs))
 
 
 def size(ranks: int, microbatches: int, more: str = "") -> str:
@@ -139,7 +139,8 @@ def zb_bubble_rates() -> Iterator[Cell]:
         times = profile[model, ranks, microbatches]
         costs = Costs(F=times["T_F"], B=times["T_B"], W=times["T_W"], latency=times["T_comm"])
         where = f"{model}, {size(ranks, microbatches)}"
-        for column, name in (("1F1B", "1f1b"), ("ZB-H1", "zb-h1"), ("ZB-H2", "zb-h2")):
+        columns = ("1F1B", "1f1b"), ("ZB-H1", "zb-h1"), ("ZB-H2", "zb-h2"), ("ZB-1p", "zb-1p"), ("ZB-2p", "zb-2p")
+        for column, name in columns:
             yield Cell(where, column, row[column], run(name, ranks, microbatches, costs).bubble_rate, 4)
         # One layer a chunk: the first and the last stage have a layer fewer, so that there are layers + 2 places.
         chunks = (models[model][1] + 2) // ranks
@@ -178,6 +179,17 @@ def zb_activations() -> Iterator[Cell]:
                 expected = formula(written[column], p=ranks, i=worker, MB=1, MW=held_by_w)
                 where = f"{model}, {size(ranks, 4 * ranks)}"
                 yield Cell(where, f"{column}: activations of worker {worker}", round(expected, 9), peaks[worker - 1])
+
+
+def v_shaped() -> Iterator[Cell]:
+    """V-Min and V-Half in passes of a chunk, and the most chunk activations of a rank."""
+    for row in facts("vmin_vhalf_unit_cost"):
+        costs = Costs(F=2 * row["TF"], B=2 * row["TB"], W=2 * row["TW"], latency=row["Tcomm"], w_share=1.0)
+        metrics = run(row["schedule"].lower(), row["p"], row["m"], costs)
+        where = size(row["p"], row["m"])
+        yield Cell(where, f"{row['schedule']}: makespan", row["makespan"], metrics.makespan)
+        peak = 2 * max(metrics.peak_activations)
+        yield Cell(where, f"{row['schedule']}: peak of chunk activations", row["peak_chunk_activations"], peak)
 
 
 def makespans() -> Iterator[Cell]:
@@ -356,6 +368,12 @@ SOURCES: Final = (
         "Activations of zero-bubble schedules (arXiv 2401.10241, tables 1 and 2)",
         "In micro-batches, with the memory freed by B and by W from the paper's numbers of bytes a layer.",
         zb_activations,
+    ),
+    Source(
+        "v-shaped",
+        "V-Min and V-Half at F = B = W = 1 (arXiv 2405.15362)",
+        "As the authors' program gives them; a chunk's activations are held until its W.",
+        v_shaped,
     ),
     Source("makespans", "Makespans at F = B = W = 1", "In passes of a whole rank's layers.", makespans),
     Source(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stageloom.schedule import Schedule
@@ -14,8 +14,11 @@ MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 17)
 
 
 def choices(record: Record) -> list[dict[str, Any]]:
-    """Every combination of a record's options, numbers up to 3 above the least."""
-    values = [option.choices or list(range(option.least or 0, (option.least or 0) + 3)) for option in record.options]
+    """Every combination of a record's options, whole numbers up to 3 above the least."""
+    values: list[Sequence[Any]] = [
+        ("1", "3/2", "2") if option.fraction else option.choices or range(option.least or 0, (option.least or 0) + 3)
+        for option in record.options
+    ]
     names = [option.name for option in record.options]
     return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
 

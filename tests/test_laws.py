@@ -148,8 +148,8 @@ def test_names_and_aliases_lead_to_one_record_each() -> None:
 def test_all_published_schedules_are_there() -> None:
     assert {record.name for record in records()} == {
         "1f1b", "breadth-first", "chimera", "dualpipe", "dualpipev", "eager-1f1b", "gpipe", "hanayo",
-        "interleaved-1f1b", "interleaved-zb", "naive", "pipedream", "pipedream-2bw", "seq1f1b", "zb-h1",
-        "zb-h2", "zb-v",
+        "interleaved-1f1b", "interleaved-zb", "naive", "pipedream", "pipedream-2bw", "seq1f1b", "v-half", "v-min",
+        "v-zb", "zb-1p", "zb-2p", "zb-greedy", "zb-h1", "zb-h2", "zb-v",
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from stageloom.op import Kind, Op
 from stageloom.placement import Placement, line, loop, two_way, zigzag
 from stageloom.schedule import Schedule, assemble, dumps, from_json, loads, to_json
 from stageloom.schedules import Record, build, find, records
+from stageloom.search import SEARCHES
 from stageloom.simulate import Timeline, monte_carlo, simulate
 from stageloom.tape import BW, EMPTY, B, F, Tape, W, alternate, in_slots, numbered
 from stageloom.validate import Problem, problems
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BW",
     "EMPTY",
+    "SEARCHES",
     "B",
     "Comparison",
     "ConstraintError",

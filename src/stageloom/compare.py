@@ -90,7 +90,9 @@ def compare(
     baseline = measure(simulate(find(BASELINE)(ranks, microbatches), costs))
     rows: list[Row] = []
     refused: list[Refused] = []
-    for name, make in _entries(ranks, microbatches, only or [record.name for record in records()], chunks).items():
+    for name, make in _entries(
+        ranks, microbatches, costs, only or [record.name for record in records()], chunks
+    ).items():
         if progress is not None:
             progress(name)
         try:
@@ -104,7 +106,7 @@ def compare(
 
 
 def _entries(
-    ranks: int, microbatches: int, only: Sequence[str | Schedule], chunks: int | None
+    ranks: int, microbatches: int, costs: Costs, only: Sequence[str | Schedule], chunks: int | None
 ) -> dict[str, Callable[[], Schedule]]:
     """What to compare: label -> how to make it. A name without options stands for all variants of its schedule."""
     found: dict[str, Callable[[], Schedule]] = {}
@@ -122,7 +124,7 @@ def _entries(
         chunked = {} if chunks is None or not takes_chunks(record) else {"chunks": chunks}
         for variant in [parse_options(words.split(","))] if colon else record.variants:
             label = " ".join([record.name, *(_word(key, value) for key, value in variant.items())])
-            found[label] = partial(_build, record, label, ranks, microbatches, chunked | variant)
+            found[label] = partial(_build, record, label, ranks, microbatches, costs, chunked | variant)
     return found
 
 
@@ -130,8 +132,10 @@ def _same(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _build(record: Record, label: str, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
-    return replace(record(ranks, microbatches, **options), name=label)
+def _build(
+    record: Record, label: str, ranks: int, microbatches: int, costs: Costs, options: dict[str, Any]
+) -> Schedule:
+    return replace(record(ranks, microbatches, costs=costs, **options), name=label)
 
 
 def _word(key: str, value: object) -> str:

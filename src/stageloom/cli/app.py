@@ -169,8 +169,12 @@ def read_schedule(
     microbatches: int | None,
     chunks: int | None = None,
     options: list[str] | None = None,
+    costs: Costs | None = None,
 ) -> Schedule:
-    """A schedule by name and size, or from a file. Raises InputError naming what is missing or wrong."""
+    """A schedule by name and size, or from a file; a searched one for these costs.
+
+    Raises InputError naming what is missing or wrong.
+    """
     if is_file(source):
         loaded = load_schedule(Path(source))
         if any(given is not None for given in (ranks, microbatches, chunks)) or options:
@@ -189,7 +193,7 @@ def read_schedule(
         given["chunks"] = chunks
     assert ranks is not None
     assert microbatches is not None
-    return record(ranks, microbatches, **given)
+    return record(ranks, microbatches, costs=costs, **given)
 
 
 def is_file(source: str) -> bool:

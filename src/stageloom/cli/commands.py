@@ -163,10 +163,10 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """One schedule in time and memory: all its numbers."""
-    value = read_schedule(schedule, ranks, microbatches, chunks, option)
     given = read_costs(
         costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=w_share, unit=unit, tokens=tokens
     )
+    value = read_schedule(schedule, ranks, microbatches, chunks, option, given)
     timeline = run(value, given)
     spread = None if jitter is None else _jittered(value, given, jitter, runs, seed)
     anatomy = None if given.anatomy is None else given.anatomy.result
@@ -237,8 +237,8 @@ def show(
     from stageloom.cli import drawing
 
     form = drawing.form_of(None if format is None else format.value, out)
-    value = read_schedule(schedule, ranks, microbatches, chunks, option)
     given = read_costs(costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=w_share, unit=unit, tokens=None)
+    value = read_schedule(schedule, ranks, microbatches, chunks, option, given)
     drawing.write(run(value, given), form, out)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from stageloom.costs import Costs
 from stageloom.errors import ConstraintError, InputError
 from stageloom.schedule import Schedule
 
@@ -50,13 +53,14 @@ class Promise:
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword of a schedule's build function. Whole numbers from `least`, or one of `choices`."""
+    """A keyword of a schedule's build function. Whole numbers from `least`, or one of `choices`, or any `fraction`."""
 
     name: str
     default: Any
     help: str
     least: int | None = None
     choices: Sequence[str] = ()
+    fraction: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ def anything(ranks: int, microbatches: int, **options: Any) -> Refusal | None:
 @dataclass(frozen=True)
 class Record:
     """A published schedule. `bubble` promises (cost - work), `activations` the peak of every rank in micro-batches;
-    `variants` are the options that a comparison shows."""
+    `variants` are the options that a comparison shows. `searched`: the order depends on the costs, so that
+    `build` takes them as `costs`."""
 
     name: str
     title: str
@@ -89,6 +94,7 @@ class Record:
     options: tuple[Option, ...] = ()
     limits: Callable[..., Refusal | None] = anything
     variants: tuple[dict[str, Any], ...] = ({},)
+    searched: bool = False
 
     def option_values(self, given: dict[str, Any]) -> dict[str, Any]:
         """The options to build with: `given` over the defaults. Raises InputError for one that is unknown or wrong."""
@@ -112,12 +118,18 @@ class Record:
             raise InputError(f"{self.name}: {ops:,} ops at these sizes; Stageloom builds up to {LARGEST:,}")
         return self.limits(ranks, microbatches, **values)
 
-    def __call__(self, ranks: int, microbatches: int, /, **given: Any) -> Schedule:
-        """Build it. Raises ConstraintError where these sizes cannot be built, InputError for a wrong option."""
+    def __call__(self, ranks: int, microbatches: int, /, *, costs: Costs | None = None, **given: Any) -> Schedule:
+        """Build it; a searched one for these costs (all times 1 unless given), which others do not look at.
+
+        Raises ConstraintError where these sizes cannot be built, InputError for a wrong option.
+        """
         refused = self.refusal(ranks, microbatches, **given)
         if refused is not None:
             raise ConstraintError(self.name, refused.reason, refused.remedy)
-        return self.build(ranks, microbatches, **self.option_values(given))
+        values = self.option_values(given)
+        if self.searched:
+            values["costs"] = Costs() if costs is None else costs
+        return self.build(ranks, microbatches, **values)
 
 
 def _check_option(schedule: str, option: Option, value: Any) -> None:
@@ -126,8 +138,18 @@ def _check_option(schedule: str, option: Option, value: Any) -> None:
             raise InputError(
                 f"{schedule}: {option.name} = {value!r}; expected one of {', '.join(map(str, option.choices))}"
             )
+    elif option.fraction:
+        fraction_of(f"{schedule}: {option.name}", value)
     else:
         _check_whole(f"{schedule}: {option.name}", value, option.least or 0)
+
+
+def fraction_of(what: str, value: object) -> Fraction:
+    """A positive number, given as one or as text such as 1.5 or 3/2. Raises InputError for anything else."""
+    with suppress(ValueError, ZeroDivisionError, OverflowError):
+        if not isinstance(value, bool) and len(str(value)) < 30 and 0 < Fraction(str(value)) <= 1_000_000:
+            return Fraction(str(value))
+    raise InputError(f"{what} = {value!r}; a number above 0 is needed, as 1.5 or 3/2")
 
 
 def _check_whole(what: str, value: object, least: int) -> None:

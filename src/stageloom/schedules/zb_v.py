@@ -1,6 +1,6 @@
 """ZB-V: two chunks a rank in a V with split backward: no bubble at F = B = W within 1F1B's memory.
 
-Source: Qi et al., arXiv 2401.10241, section 6 and figure 8 (ZB-V); as "V-ZB" in arXiv 2405.15362. The first and the
+Source: Qi et al., arXiv 2401.10241, section 6 and figure 8 (ZB-V). The first and the
 last stage share rank 0, so a micro-batch's backward starts where its forward ends, and all ranks hold the same.
 """
 
@@ -49,7 +49,7 @@ record = Record(
     citation="Qi et al., arXiv 2401.10241, figure 8",
     summary="a V of two chunks a rank with split backward: no steady bubble within 1F1B's memory",
     build=build,
-    aliases=("zbv", "v-zb"),
+    aliases=("zbv",),
     bubble=Promise(
         "max(0, 2P-1-M) F",
         _bubble,
