@@ -38,7 +38,7 @@ class Problem:
     count: micro-batches that pass a place. time: of each op, with overheads and stragglers; where W is fused with B,
     B's is that of both and W's is 0. step: what an op adds to the activations its rank holds, in parts: at its start
     where it adds, at its end where it frees. lag: time of the message that F (row 0) and B (row 1) wait for.
-    limit: parts a rank can hold. unit: parts of one micro-batch of a whole rank's layers (None where stages differ).
+    limit: parts a rank can hold. unit: parts of what a limit is given in, `unit_name`.
     """
 
     placement: Placement
@@ -52,6 +52,8 @@ class Problem:
     lag: Floats
     fused: NDArray[np.bool_]
     limit: Longs
+    unit: float
+    unit_name: str
 
     @property
     def ranks(self) -> int:
@@ -82,6 +84,19 @@ class Problem:
     @property
     def ops(self) -> int:
         return int(self.offsets[-1])
+
+    @cached_property
+    def members(self) -> tuple[Longs, Longs, Longs]:
+        """Places by rank (those of rank r are `[first[r] : first[r + 1]]`, by path and stage), `first`, and for each
+        place the last place of its path on its rank."""
+        members = np.argsort(self.rank, kind="stable")
+        first = np.searchsorted(self.rank[members], np.arange(self.ranks + 1))
+        path = np.arange(self.places) // self.stages
+        order = np.lexsort((np.arange(self.places), path, self.rank))
+        group = self.rank[order].astype(np.int64) * len(self.placement.paths) + path[order]
+        last_of = np.empty(self.places, dtype=np.int64)
+        last_of[order] = order[np.searchsorted(group, group, side="right") - 1]
+        return members, first, last_of
 
     def places_of(self, rank: int) -> list[int]:
         return np.flatnonzero(self.rank == rank).tolist()
@@ -130,6 +145,8 @@ def pose(
         lag=_lags(placement, costs),
         fused=fused_at,
         limit=_limits(given, parts, ranks),
+        unit=parts,
+        unit_name="micro-batches" if limit_bytes is None else "bytes",
     )
 
 
@@ -227,6 +244,9 @@ def from_schedule(problem: Problem, schedule: Schedule) -> Ints | None:
     return (kind * problem.places + place)[row].astype(np.int32) + np.where(second, problem.places, 0).astype(np.int32)
 
 
-def with_limit(problem: Problem, limit: Longs) -> Problem:
-    """The same instance with other limits, in parts."""
-    return replace(problem, limit=limit)
+def pose_again(problem: Problem, microbatches: int) -> Problem:
+    """The same instance with another number of micro-batches, which its paths share in equal runs."""
+    paths = len(problem.placement.paths)
+    path_of = (np.arange(microbatches) * paths // microbatches).astype(np.int8)
+    count = np.repeat(np.bincount(path_of, minlength=paths), problem.stages).astype(np.int64)
+    return replace(problem, microbatches=microbatches, path_of=path_of, count=count)

@@ -1,0 +1,163 @@
+"""The optimiser: from what is published to better orders, each step from the best so far, until a bound is met.
+
+Steps, in rising cost: published orders that fit; the list scheduler over a grid of rules; hill climbing on the rules;
+annealing on the order; CP-SAT, all ops of a small problem or windows of a large one. The effort of each is counted in
+work done, not in time, so that the same seed and `seconds` give the same order on any machine; `seconds` are those of a
+nominal core. Only a machine several times slower is cut short, which the result then says.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stageloom.errors import InputError
+from stageloom.search.bounds import lower_bound, smallest_limits
+from stageloom.search.dispatch import Rule, scheduled
+from stageloom.search.order import Value, evaluate
+from stageloom.search.problem import Ints, Problem, pose_again
+from stageloom.search.steps import CLOSE, Progress, Search, anneal, climb, gap, published, solve, try_rules, windows
+from stageloom.search.unroll import unrolled
+
+OBJECTIVES: Final = ("makespan", "cost")
+LARGE: Final = 30_000
+"""Ops above which a step of fewer micro-batches is searched, and its steady state repeated."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best order found. `source`: the step that found it; `spent`: wall-clock seconds by step; `cut_short`: the
+    machine was too slow for the effort asked for, so that a faster one would give another order; `rules`: the
+    best of the list scheduler."""
+
+    problem: Problem
+    order: Ints
+    objective: str
+    value: Value
+    bound: float
+    source: str
+    spent: dict[str, float]
+    cut_short: bool
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def best(self) -> float:
+        return self.value.of(self.objective)
+
+    @property
+    def gap(self) -> float:
+        return gap(self.best, self.bound)
+
+
+def check_limits(problem: Problem) -> None:
+    """Raise InputError where not even one micro-batch can pass, with the smallest limit that lets it."""
+    need = smallest_limits(problem)
+    short = np.flatnonzero(need > problem.limit)
+    if not len(short):
+        return
+    rank = int(short[0])
+    unit = problem.unit
+    raise InputError(
+        f"memory: rank {rank} may hold {problem.limit[rank] / unit:.6g} {problem.unit_name}, which is too little for "
+        f"one micro-batch to pass; the smallest feasible limit is {need[rank] / unit:.6g} there, and "
+        f"{need.max() / unit:.6g} on all ranks"
+    )
+
+
+def search(
+    problem: Problem,
+    *,
+    objective: str = "makespan",
+    seconds: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Outcome:
+    """The best order that this effort finds. Raises InputError for an infeasible limit or a wrong argument."""
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective {objective!r}; expected makespan or cost")
+    if not 0 < seconds <= 1e6:
+        raise InputError(f"seconds = {seconds:g}; a number above 0, up to 1,000,000, is needed")
+    if seed < 0:
+        raise InputError(f"seed = {seed}; a whole number of at least 0 is needed")
+    check_limits(problem)
+    short = _short_step(problem)
+    if short is not None:
+        outcome = _by_unrolling(problem, short, objective, seconds, seed, progress)
+        if outcome is not None:
+            return outcome
+    run = Search(
+        problem, objective, seconds, np.random.default_rng(seed), lower_bound(problem, objective),
+        progress or (lambda _: None),
+    )  # fmt: skip
+    for name, step in _steps():
+        if run.closed or (run.order is not None and run.over):
+            break
+        run.step = name
+        began = clock.perf_counter()
+        step(run)
+        run.spent[name] = run.spent.get(name, 0.0) + clock.perf_counter() - began
+    if run.order is None or run.value is None:
+        raise InputError(
+            "memory: no order was found within these limits; the smallest feasible ones lie between "
+            f"{smallest_limits(problem).max() / problem.unit:.6g} and what is given, in {problem.unit_name}"
+        )
+    return Outcome(
+        problem, run.order, objective, run.value, min(run.bound, run.best), run.source, run.spent,
+        cut_short=(run.late or run.cut) and not run.closed, rules=tuple(rule for _, rule in run.rules),
+    )  # fmt: skip
+
+
+def _steps() -> Iterator[tuple[str, Callable[[Search], None]]]:
+    yield "published", published
+    yield "rules", try_rules
+    yield "climbing", climb
+    yield "annealing", anneal
+    yield "exact", solve
+    while True:
+        yield "windows", windows
+        yield "annealing", anneal
+        yield "climbing", climb
+
+
+def _short_step(problem: Problem) -> Problem | None:
+    """A step of fewer micro-batches whose steady state can be repeated; None where all can be searched."""
+    few = max(4 * problem.ranks, 24)
+    fit = int((problem.limit[problem.rank] // np.maximum(problem.step[0], 1)).min())
+    if problem.stages == problem.ranks and 0 < fit < problem.ranks:
+        few += (problem.microbatches - few) % fit  # little memory makes groups of as many as fit
+    if len(problem.placement.paths) > 1 or problem.microbatches < 2 * few or problem.ops <= LARGE:
+        return None
+    return pose_again(problem, few)
+
+
+def _by_unrolling(
+    problem: Problem,
+    short: Problem,
+    objective: str,
+    seconds: float,
+    seed: int,
+    progress: Callable[[Progress], None] | None,
+) -> Outcome | None:
+    found = search(short, objective=objective, seconds=seconds, seed=seed, progress=progress)
+    began = clock.perf_counter()
+    tried = [(found.source, found.order)]
+    tried += [("rules", out[0]) for rule in found.rules if (out := scheduled(short, rule)) is not None]
+    best: tuple[str, Ints, Value] | None = None
+    for source, order in tried:
+        larger = unrolled(short, order, problem, objective)
+        value = None if larger is None else evaluate(problem, larger)
+        if larger is None or value is None:
+            continue
+        if best is None or value.of(objective) < best[2].of(objective) * (1 - CLOSE):
+            best = f"{source}, unrolled", larger, value
+    if best is None:
+        return None
+    bound = lower_bound(problem, objective)
+    spent = found.spent | {"unrolling": clock.perf_counter() - began}
+    return Outcome(
+        problem, best[1], objective, best[2], min(bound, best[2].of(objective)), best[0], spent, found.cut_short
+    )
