@@ -9,7 +9,7 @@ nominal core. Only a machine several times slower is cut short, which the result
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,9 +74,13 @@ def search(
     objective: str = "makespan",
     seconds: float = 30.0,
     seed: int = 0,
+    start: Sequence[Ints] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    """The best order that this effort finds. Raises InputError for an infeasible limit or a wrong argument."""
+    """The best order that this effort finds, from `start` too where given.
+
+    Raises InputError for an infeasible limit or a wrong argument.
+    """
     if objective not in OBJECTIVES:
         raise InputError(f"objective {objective!r}; expected makespan or cost")
     if not 0 < seconds <= 1e6:
@@ -93,6 +97,10 @@ def search(
         problem, objective, seconds, np.random.default_rng(seed), lower_bound(problem, objective),
         progress or (lambda _: None),
     )  # fmt: skip
+    for order in start:
+        value = evaluate(problem, order)
+        if value is not None:
+            run.offer(order, value, "start")
     for name, step in _steps():
         if run.closed or (run.order is not None and run.over):
             break

@@ -16,6 +16,7 @@ import numpy as np
 
 from stageloom._kernel import Kernel
 from stageloom.costs import Costs
+from stageloom.errors import ConstraintError
 from stageloom.placement import line
 from stageloom.schedule import Schedule
 from stageloom.search.problem import Problem, pose, to_schedule
@@ -95,6 +96,7 @@ def greedy(
             more[rank] += 1
         arrival = max(until, arrival) + time[1, rank]
     for rank in range(1, ranks):
+        more[rank] = min(more[rank], more[rank - 1])  # it cannot run what has not been run before it
         while more[rank] > 0 and more[rank] >= more[rank - 1] and 1 + more[rank] < microbatches:
             more[rank] -= 1
     for rank in range(ranks):
@@ -124,7 +126,9 @@ def greedy(
         for rank in range(ranks - 2, -1, -1):
             go[rank] = go[rank] and go[rank + 1]
         for rank in range(ranks):
-            if go[rank]:
+            # This turn's backward needs its forward, which uneven stages may have held back (the authors' program then
+            # stops with a failed assertion).
+            if go[rank] or done[0, rank] <= which:
                 if not make_room(0, rank):
                     return -1.0
                 if rank > 0:
@@ -168,5 +172,8 @@ def classes(problem: Problem, kinds: Any) -> Any:
 def zero_bubble(ranks: int, microbatches: int, costs: Costs, memory: Fraction, name: str) -> Schedule:
     """The order of the least cost that holds at most `memory` times 1F1B's P micro-batches on any rank."""
     problem = pose(line(ranks), microbatches, costs, limit=float(memory * ranks))
-    _, kinds = min(orders(problem), key=lambda found: found[0])
+    found = orders(problem)
+    if not found:
+        raise ConstraintError(name, f"the greedy finds no order within {float(memory):g} of 1F1B's memory", "give more")
+    _, kinds = min(found, key=lambda each: each[0])
     return to_schedule(problem, classes(problem, kinds), name)

@@ -1,0 +1,49 @@
+"""The curve of what a step takes against the memory it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stageloom.errors import InputError
+from stageloom.search.bounds import smallest_limits
+from stageloom.search.optimize import Outcome, search
+from stageloom.search.problem import Problem
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best at one limit, a multiple of 1F1B's P micro-batches."""
+
+    memory: float
+    value: float
+    bound: float
+    outcome: Outcome
+
+
+def curve(
+    problem_at: Callable[[float], Problem],
+    multiples: Sequence[float],
+    *,
+    objective: str,
+    seconds: float,
+    seed: int,
+    progress: Callable[[float], None] | None = None,
+) -> list[Point]:
+    """The best order at each limit that is feasible, `seconds` for each. An order that fits less memory fits more, so
+    the curve never rises: each search starts from the one before."""
+    points: list[Point] = []
+    for memory in sorted(multiples):
+        problem = problem_at(memory)
+        if (smallest_limits(problem) > problem.limit).any():
+            continue
+        if progress is not None:
+            progress(memory)
+        before = [points[-1].outcome.order] if points else []
+        found = search(problem, objective=objective, seconds=seconds, seed=seed, start=before)
+        points.append(Point(memory, found.best, found.bound, found))
+    if not points:
+        raise InputError(
+            f"pareto: none of the limits {min(multiples):g} to {max(multiples):g} lets one micro-batch pass"
+        )
+    return points
