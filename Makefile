@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-run golden docs clean
+.PHONY: help demo test check bench bench-run bench-search golden docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.core ## compare all schedules at 8 ranks: table, timeline, pictures in out/
 	$(BIN)/stageloom demo --out $(OUT)
@@ -35,6 +35,9 @@ bench: $(VENV)/.torch ## run the benchmarks
 
 bench-run: $(VENV)/.torch ## the runtime beside PyTorch's, on real processes
 	$(BIN)/python -m benchmarks runtime
+
+bench-search: $(VENV)/.torch ## the optimiser beside the published heuristics (takes many minutes)
+	$(BIN)/python -m benchmarks search
 
 golden: $(VENV)/.dev ## regenerate the golden texts (read the diff before you commit it)
 	$(BIN)/python tools/golden.py

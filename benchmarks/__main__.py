@@ -1,4 +1,4 @@
-"""`python -m benchmarks [speed | published | runtime | predicted | all] [--runs N] [--write]`."""
+"""`python -m benchmarks [speed | published | runtime | predicted | search | all] [--runs N] [--seconds N] [--write]`."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ def show(tables: Iterable[Table], console: Console) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, and published tables recomputed.")
     parser.add_argument(
-        "what", nargs="?", choices=("speed", "published", "runtime", "predicted", "all"), default="speed"
+        "what", nargs="?", choices=("speed", "published", "runtime", "predicted", "search", "all"), default="speed"
     )
     parser.add_argument("--runs", type=int, default=15, help="runs of each measurement (default 15)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="effort of a hard search (search; default 30)")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and results.json (all)")
     given = parser.parse_args()
     if given.runs < 1:
@@ -81,6 +82,10 @@ def main() -> None:
     everything = given.what == "all" or given.write
     measured = show(speed.tables(given.runs), console) if everything or given.what == "speed" else []
     recomputed = show(published.tables(), console) if everything or given.what == "published" else []
+    if given.what == "search":
+        from benchmarks import search
+
+        show(search.tables(given.seconds), console)
     if everything or given.what == "runtime":
         from benchmarks import runtime
 

@@ -11,17 +11,23 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
 
+from stageloom.costs import Costs
 from stageloom.errors import InputError
+from stageloom.placement import line
+from stageloom.search import local
 from stageloom.search.bounds import lower_bound, smallest_limits
 from stageloom.search.dispatch import Rule, scheduled
-from stageloom.search.order import Value, evaluate
-from stageloom.search.problem import Ints, Problem, pose_again
+from stageloom.search.order import Value, evaluate, starts
+from stageloom.search.problem import Ints, Problem, pose, pose_again
+from stageloom.search.rules import base_rule
 from stageloom.search.steps import CLOSE, Progress, Search, anneal, climb, gap, published, solve, try_rules, windows
 from stageloom.search.unroll import unrolled
+from stageloom.search.zero_bubble import orders
 
 OBJECTIVES: Final = ("makespan", "cost")
 LARGE: Final = 30_000
@@ -88,6 +94,7 @@ def search(
     if seed < 0:
         raise InputError(f"seed = {seed}; a whole number of at least 0 is needed")
     check_limits(problem)
+    warm_up()
     short = _short_step(problem)
     if short is not None:
         outcome = _by_unrolling(problem, short, objective, seconds, seed, progress)
@@ -117,6 +124,18 @@ def search(
         problem, run.order, objective, run.value, min(run.bound, run.best), run.source, run.spent,
         cut_short=(run.late or run.cut) and not run.closed, rules=tuple(rule for _, rule in run.rules),
     )  # fmt: skip
+
+
+@cache
+def warm_up() -> None:
+    """Compile the kernels, or load what was compiled, so that this does not count as searching."""
+    tiny = pose(line(2), 2, Costs(), limit=2)
+    assert local.anneal.compiled is not None  # from here on every kernel is used in its compiled form
+    out = scheduled(tiny, base_rule(tiny))
+    assert out is not None
+    starts(tiny, out[0])
+    orders(tiny)
+    local.annealed(tiny, out[0], objective="makespan", goal=0.0, moves=1, seed=0, hot=0.1, cold=0.1)
 
 
 def _steps() -> Iterator[tuple[str, Callable[[Search], None]]]:

@@ -24,8 +24,9 @@ SPEED: Final = 15_000_000
 """Ops that the list scheduler, or the longest path, of a nominal core handles in a second."""
 MOVE: Final = 0.4
 """Work of a move of the annealing, in schedules of the list scheduler."""
+GRACE: Final = 20.0
 PATIENCE: Final = 4.0
-"""Wall-clock time, as a multiple of the nominal seconds, after which a search is cut short."""
+"""Wall-clock time, as a multiple of the nominal seconds (and GRACE more), after which a search is cut short."""
 CLOSE: Final = 1e-9
 SEEDS: Final = 2_000_000_000
 SMALL: Final = 110
@@ -84,7 +85,7 @@ class Search:
 
     @property
     def late(self) -> bool:
-        return clock.perf_counter() - self.began > PATIENCE * self.seconds + 5
+        return clock.perf_counter() - self.began > PATIENCE * self.seconds + GRACE
 
     @property
     def over(self) -> bool:
