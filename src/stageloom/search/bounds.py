@@ -61,6 +61,7 @@ def lower_bound(problem: Problem, objective: str) -> float:
         if places:
             best = max(best, *_of_rank(problem, found, rank, places, objective))
     if objective == "makespan":
+        best = max(best, _slowest_backwards(problem, found))
         for path in range(problem.places // problem.stages):
             if problem.count[path * problem.stages]:
                 first = path * problem.stages
@@ -98,17 +99,44 @@ def _of_rank(problem: Problem, found: Ways, rank: int, places: list[int], object
         worst = np.inf
         for anchor in anchors:
             remaining = _remaining_work(problem, live, anchor, limit)
-            remaining = min(remaining, work)
+            remaining = min(remaining, work - _before_last(problem, live, anchor))
             trip = float(found.back[anchor] - found.head[anchor]) + float(problem.time[1, anchor])
             trip += float((found.tail if makespan else found.own_tail)[anchor])
             # With too little memory for all its forwards, the last one starts after a backward: both idles count.
             apart = int(problem.count[anchor]) * int(problem.step[0, anchor]) > limit
             idle = first_idle + _idle_between(problem, found, live, anchor, limit) if apart else 0.0
-            worst = min(worst, base + idle + work - remaining + max(remaining, trip))
+            found_here = base + idle + work - remaining + max(remaining, trip)
+            if len(paths) == 1:
+                # The last forward comes no sooner than the slowest stage before lets it.
+                before = anchor // stages * stages if makespan else anchor
+                spacing = float(problem.time[0, before : anchor + 1].max())
+                last = float(found.head[anchor]) - head + (int(problem.count[anchor]) - 1) * spacing
+                found_here = max(found_here, base + last + trip)
+            worst = min(worst, found_here)
         bounds.append(float(worst))
     if len(live) == len(paths) == 1:
         bounds.append(base + _in_turns(problem, found, live[0], limit, makespan=makespan))
     return bounds
+
+
+def _before_last(problem: Problem, live: list[int], anchor: int) -> float:
+    """Forward work that a rank has done for certain when the last forward at `anchor` starts."""
+    chain = [place for place in live if place // problem.stages == anchor // problem.stages and place < anchor]
+    done = sum(float(problem.count[place] * problem.time[0, place]) for place in chain)
+    return done + float((problem.count[anchor] - 1) * problem.time[0, anchor])
+
+
+def _slowest_backwards(problem: Problem, found: Ways) -> float:
+    """Backwards leave a place no closer together than the slowest stage after it lets them."""
+    best = 0.0
+    for place in range(problem.places):
+        last = (place // problem.stages + 1) * problem.stages
+        many = int(problem.count[place]) - 1
+        if many >= 0:
+            spacing = float(problem.time[1, place:last].max())
+            own = float(problem.time[1, place])
+            best = max(best, float(found.back[place]) + many * spacing + own + float(found.tail[place]))
+    return best
 
 
 def _forwards_before(problem: Problem, found: Ways, live: list[int], limit: int, head: float, back: float) -> float:

@@ -111,7 +111,10 @@ def published(run: Search) -> None:
     """Every published order of this placement that fits, and the zero-bubble greedy's eight."""
     problem = run.problem
     for record in records():
-        options = {"chunks": problem.placement.chunks} if any(o.name == "chunks" for o in record.options) else {}
+        chunked = any(option.name == "chunks" for option in record.options)
+        if chunked and problem.placement.chunks == 1:
+            continue
+        options = {"chunks": problem.placement.chunks} if chunked else {}
         with suppress(StageloomError):
             schedule = record(problem.ranks, problem.microbatches, costs=problem.costs, **options)
             order = from_schedule(problem, schedule)
