@@ -119,7 +119,6 @@ def all_orders(problem: Problem) -> Iterator[Ints]:
 @pytest.mark.parametrize("limit", [None, 2.0, 1.5, 1.0])
 @pytest.mark.parametrize("times", [(1, 1, 1), (1, 2, 0.5), (2, 1, 3)])
 def test_bounds_and_exact_search_against_all_orders(limit: float | None, times: tuple[float, float, float]) -> None:
-    pytest.importorskip("ortools")
     costs = sl.Costs(F=times[0], B=times[1], W=times[2], latency=0.25, w_share=0.4)
     problem = pose(sl.line(2), 3, costs, limit=limit)
     values = [value for order in all_orders(problem) if (value := evaluate(problem, order)) is not None]
@@ -176,7 +175,6 @@ def test_annealing_never_loses_and_repeats_itself() -> None:
 
 
 def test_windows_keep_or_improve_an_order() -> None:
-    pytest.importorskip("ortools")
     problem = posed(sl.line(4), 9, 3.0)
     out = scheduled(problem, base_rule(problem))
     assert out is not None

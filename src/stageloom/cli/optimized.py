@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -80,6 +81,8 @@ def print_outcome(
                       f"{100 * abs(win):.2f} % {'shorter' if win >= 0 else 'longer'}")  # fmt: skip
     spent = ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.spent.items() if seconds >= 0.05)
     out.print(f"time       {spent or 'less than 0.1 s'}", style="dim")
+    if outcome.gap and find_spec("ortools") is None:
+        out.print("Without the exact solver (pip install 'stageloom[search]').", style="dim")
     if outcome.cut_short:
         out.print("The machine was too slow for this effort: a faster one may find another order.", style="yellow")
     if compare:
