@@ -82,9 +82,10 @@ def main() -> None:
     measured = show(speed.tables(given.runs), console) if everything or given.what == "speed" else []
     recomputed = show(published.tables(), console) if everything or given.what == "published" else []
     if everything or given.what == "runtime":
-        from benchmarks import runtime
+        from benchmarks import runtime, split
 
         measured += show(runtime.tables(given.runs), console)
+        measured += show(split.tables(given.runs), console)
     if everything or given.what == "predicted":
         from benchmarks import predicted
 
