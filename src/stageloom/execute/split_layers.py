@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stageloom.execute.casting import no_autocast
 from stageloom.execute.split_queue import Entry, Queue, current, gate
-from stageloom.execute.split_rules import Gradients, Rule
+from stageloom.execute.split_rules import NORMS, Gradients, Rule
 
 
 def call(rule: Rule, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -76,6 +76,12 @@ class _Layer(torch.autograd.Function):
             if torch.is_grad_enabled():
                 return None, *_differentiable(of, g, x, w, ctx.needs_input_grad[1])
             kept = tuple(rest)
+            if isinstance(of.rule, NORMS) and ctx.needs_input_grad[1]:
+                dx, gradients = of.rule.all_gradients(g, x, w, kept, of.bias is not None)
+                if of.queue is not None and of.queue.deferring:
+                    of.queue.add(Entry(of.parameters, gradients, lambda found: found))
+                    gradients = (None, None)
+                return None, dx, *gradients, *(None,) * (2 - len(gradients))
             dx = of.rule.input_gradient(g, x, w, kept) if ctx.needs_input_grad[1] else None
             if of.queue is not None and of.queue.deferring:
                 _defer(of, of.queue, g, x, w, kept)

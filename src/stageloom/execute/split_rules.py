@@ -9,7 +9,7 @@ Rules use the kernels that autograd uses where torch offers them, so that gradie
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +124,10 @@ class LayerNormRule:
         found = _aten.native_layer_norm_backward(g, x, self.shape, *kept, w, w, [False, True, bias])
         return tuple(found[1 : 3 if bias else 2])
 
+    def all_gradients(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients, bias: bool) -> tuple[Tensor, Gradients]:
+        dx, *found = _aten.native_layer_norm_backward(g, x, self.shape, *kept, w, w, [True, True, bias])
+        return dx, tuple(found[: 2 if bias else 1])
+
 
 @dataclass(frozen=True)
 class GroupNormRule:
@@ -149,6 +153,10 @@ class GroupNormRule:
         found = self._backward(g, x, w, kept, [False, True, bias])
         return tuple(found[1 : 3 if bias else 2])
 
+    def all_gradients(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients, bias: bool) -> tuple[Tensor, Gradients]:
+        dx, *found = self._backward(g, x, w, kept, [True, True, bias])
+        return dx, tuple(found[: 2 if bias else 1])
+
 
 @dataclass(frozen=True)
 class RMSNormRule:
@@ -172,15 +180,23 @@ class RMSNormRule:
         return tuple(range(-len(self.shape), 0))
 
     def input_gradient(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients) -> Tensor:
-        unit, factor = self._unit(x)
+        return self._input(g, x, w, *self._unit(x))
+
+    def _input(self, g: Tensor, x: Tensor, w: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
         weighted = g.to(unit.dtype) * w.to(unit.dtype)
         along = (weighted * unit).mean(self._own(), keepdim=True)
         return ((weighted - unit * along) * factor).to(x.dtype)
 
     def weight_gradients(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients, bias: bool) -> Gradients:
-        unit, _ = self._unit(x)
+        return self._weight(g, w, self._unit(x)[0])
+
+    def _weight(self, g: Tensor, w: Tensor, unit: Tensor) -> Gradients:
         products = g.to(unit.dtype) * unit
         return (products.reshape(-1, *self.shape).sum(0).to(w.dtype),)
+
+    def all_gradients(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients, bias: bool) -> tuple[Tensor, Gradients]:
+        unit, factor = self._unit(x)
+        return self._input(g, x, w, unit, factor), self._weight(g, w, unit)
 
 
 @dataclass(frozen=True)
@@ -205,3 +221,8 @@ class ExpertsRule:
         pairs = list(zip(g.split(self.sizes), x.split(self.sizes), strict=True))
         dw = torch.stack([rows.t().mm(part) for rows, part in pairs]).to(w.dtype)
         return (dw, torch.stack([rows.sum(0) for rows, _ in pairs]).to(w.dtype)) if bias else (dw,)
+
+
+NORMS: Final = (LayerNormRule, GroupNormRule, RMSNormRule)
+"""Rules whose weight gradients are small and cost little beside the input's: B computes them in the same pass, and W
+only adds them up, which takes less time and memory than to keep x and g. They have `all_gradients`."""
