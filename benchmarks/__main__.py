@@ -86,9 +86,10 @@ def main() -> None:
 
         show(search.tables(given.seconds), console)
     if everything or given.what == "runtime":
-        from benchmarks import runtime
+        from benchmarks import runtime, split
 
         measured += show(runtime.tables(given.runs), console)
+        measured += show(split.tables(given.runs), console)
     if everything or given.what == "predicted":
         from benchmarks import predicted
 
