@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import toy
 from stageloom.errors import InputError, StageloomError
 from stageloom.execute import parts
 from stageloom.execute.exchange import AllToAll, through
+from stageloom.execute.mesh import Mesh
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.split import Experts
 from stageloom.execute.workers import doing
@@ -145,6 +147,10 @@ class _Watched:
         self.work.wait()
 
 
+def _replicated(stage: int, name: str) -> tuple[str, ...]:
+    return () if name.startswith(("up", "down")) else ("ep",)
+
+
 def train_moe(
     seat: Any, schedule: Schedule, spread: int, layers: int | list[int], options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -156,6 +162,13 @@ def train_moe(
     pipelines = [dist.new_group(list(range(m * ranks, (m + 1) * ranks))) for m in range(spread)]
     expert = [dist.new_group(list(range(p, ranks * spread, ranks))) for p in range(ranks)]
     group = expert[position] if spread > 1 else None
+    if options.pop("mesh", False):
+        lines = torch.arange(seat.size).view(spread, ranks).T
+        mesh = DeviceMesh("cpu", lines, mesh_dim_names=("pp", "ep"))
+        group = mesh.get_group("ep")
+        where: dict[str, Any] = {"mesh": Mesh(mesh, data=("ep",), replicated=_replicated)}
+    else:
+        where = {"group": pipelines[member]}
     own = schedule.placement.stages_of[position]
     modules = {(path, n): moe_stage(n, layers, member, group) for path, of in enumerate(own) for n in of}
     fired: dict[str, int] = {}
@@ -169,7 +182,7 @@ def train_moe(
         doing(name)
         LOG.append(f"op {name}")
 
-    pipeline = Pipeline(schedule, modules, toy.loss, group=pipelines[member], on_task=told, **options)
+    pipeline = Pipeline(schedule, modules, toy.loss, on_task=told, **where, **options)
     LOG.clear()
     plain: Any = dist.all_to_all_single
     started: list[int] = []

@@ -142,6 +142,21 @@ def test_all_to_alls_run_while_the_other_micro_batch_computes(name: str, microba
             ], pair
 
 
+@pytest.mark.parametrize(("name", "microbatches"), [("dualpipe", 6), ("dualpipev", 5)])
+def test_experts_over_a_dimension_of_a_mesh(name: str, microbatches: int, pool: Pool) -> None:
+    """The mesh sums what the members share and takes the mean over all of them; experts are each member's own."""
+    schedule, spread = sl.build(name, 2, microbatches), 2
+    losses, gradients = whole_moe(schedule, spread, 1, 1)
+    for result in pool.run(train_moe, schedule, spread, 1, {"mesh": True}, size=4):
+        assert result["losses"] == pytest.approx([sum(losses) / spread], abs=TOLERANCE)
+        assert set(result["overlaps"].values()) == {PAIRS}
+        for (_, stage), found in result["gradients"].items():
+            for parameter, gradient in found.items():
+                whole = gradients[stage][parameter] / spread
+                wanted = whole.chunk(spread)[result["member"]] if parameter.startswith(("up", "down")) else whole
+                assert torch.allclose(gradient, wanted, rtol=0, atol=TOLERANCE), f"{parameter} of stage {stage}"
+
+
 def test_a_pair_of_unequal_length_and_stages_without_parts(pool: Pool) -> None:
     """Stages of one and of three layers take turns as long as both have some; a plain stage takes none."""
     results = pool.run(train_moe, sl.build("dualpipev", 2, 4), 2, [1, 3, 2, 0], {}, size=4)

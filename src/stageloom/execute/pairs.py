@@ -59,7 +59,8 @@ from stageloom.execute.casting import Casting
 from stageloom.execute.chance import undisturbed
 from stageloom.execute.engine import Job
 from stageloom.execute.executor import Joint
-from stageloom.execute.hook import HookEngine, check_hook, hook_of, run_hook
+from stageloom.execute.hook import HookEngine, check_hook, hook_of
+from stageloom.execute.hook_call import run_hook
 from stageloom.execute.parts import PartsEngine, Segments, interleave
 from stageloom.execute.stage import Result, StageRunner
 from stageloom.execute.tasks import Task
