@@ -70,6 +70,8 @@ class Moe(nn.Module):
                 for own, full in zip((self.up[layer], self.down[layer]), pair, strict=True):
                     own.weight.copy_(full.weight[share])  # type: ignore[union-attr, operator]
                     own.bias.copy_(full.bias[share])  # type: ignore[union-attr, operator]
+            if number == 1:  # all rows go to one expert: other ranks get none
+                self.router.bias[0] = 50.0
         self.double()
 
     def overlapped_parts(self) -> list[Callable[..., Any]]:
@@ -207,6 +209,7 @@ def train_moe(
         dist.all_to_all_single, parts.run_backward_weight = plain, weights
     return {
         "losses": [result.loss for result in results],
+        "evaluated": pipeline.evaluate(*moe_data(schedule, member)).loss,
         "gradients": {key: {n: p.grad for n, p in m.named_parameters()} for key, m in modules.items()},
         "member": member,
         "log": list(LOG),

@@ -28,6 +28,8 @@ rank 1: F0 F1&B0 W0 F2&B1 W1 F3&B2 W2 BW3
 """
 ONE = f"{HEAD}ranks: 1\nmicrobatches: 2\npath: 0 0\n"
 ONE_BW = ONE + "rank 0: F0@0 F0@1 F1@0&BW0@1 F1@1&BW0@0 BW1@1 BW1@0\n"
+SLICED = """F0@0 F0.1@0 F0@1 F0.1@1 F1@0&BW0.1@1 F1.1@0&BW0@1 BW0.1@0 BW0@0
+F1@1 F1.1@1 BW1.1@1 BW1@1 BW1.1@0 BW1@0""".replace("\n", " ")
 ONE_B = ONE + "rank 0: F0@0 F0@1 F1@0&B0@1 F1@1&B0@0 W0@0 W0@1 BW1@1 BW1@0\n"
 
 
@@ -83,6 +85,14 @@ def test_experts_on_several_ranks(
     schedule = sl.build(name, ranks, microbatches)
     results = check_moe(pool, schedule, spread, layers, steps=2)
     assert {how for result in results for how in result["overlaps"].values()} == {PAIRS}
+
+
+@pytest.mark.parametrize(("name", "split"), [("1f1b", "auto"), ("zb-h1", "deferred"), ("zb-v", "graph")])
+def test_parts_without_pairs_run_through(name: str, split: str, pool: Pool) -> None:
+    """Where nothing is overlapped the stage's own forward runs, its all-to-alls differentiated as any function."""
+    for result in check_moe(pool, sl.build(name, 2, 4), 2, 2, split=split):
+        assert result["overlaps"] == {}
+        assert result["evaluated"] == pytest.approx(result["losses"][0], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("split", ["deferred", "graph", "fused"])
@@ -211,6 +221,11 @@ def test_an_own_function_in_every_mode_with_recomputation(split: str, pool: Pool
         check_own(pool, sl.loads(SPLIT), "twice", split=split, recompute=[0, 1])
 
 
+def test_pairs_of_slices_of_a_batch(pool: Pool) -> None:
+    text = ONE.replace("path", "slices: 2 batch\npath") + f"rank 0: {SLICED}\n"
+    check_own(pool, sl.loads(text), "own")
+
+
 def test_an_own_function_with_keyword_arguments(pool: Pool) -> None:
     check_own(pool, sl.build("dualpipe", 2, 6), "own", kwargs={"factor": 1.5})
 
@@ -267,8 +282,6 @@ def test_what_does_wrong_is_told_so(case: str, pool: Pool) -> None:
     assert "\n" not in message
 
 
-SLICED = """F0@0 F0.1@0 F0@1 F0.1@1 F1@0&BW0.1@1 F1.1@0&BW0@1 BW0.1@0 BW0@0
-F1@1 F1.1@1 BW1.1@1 BW1@1 BW1.1@0 BW1@0""".replace("\n", " ")
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     (ONE_B, {"split": "graph"}, "stage 1: overlapped_forward_backward: split mode 'graph' cannot do a B"),
     (ONE_BW.replace("rank 0", "asynchronous: 1\nrank 0"), {"optimizer": torch.optim.SGD}, "on copies of the weights"),

@@ -10,7 +10,7 @@ directed edge between two ranks gets a group of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -135,10 +135,8 @@ class Net:
     outgoing: Mapping[int, Link] = field(default_factory=dict[int, Link])
     incoming: Mapping[int, Link] = field(default_factory=dict[int, Link])
 
-    @property
-    def staged(self) -> bool:
-        """Whether messages go through main memory on the way."""
-        return self.device.type != self.wire.type
+    def __post_init__(self) -> None:
+        self.staged = self.device.type != self.wire.type  # messages go through main memory on the way
 
     def to(self, peer: int) -> Link:
         return self.outgoing.get(peer, (self.group, peer))
@@ -211,6 +209,8 @@ class Clock:
         self.events: list[Any] = []
         self.used = 0
         self.zero = 0.0
+        self.now: Callable[[], Any] = time.perf_counter if self.module is None else self._event
+        """A mark of this moment in the order of work; `seconds` says when it was."""
 
     def begin(self) -> None:
         """A run starts."""
@@ -221,10 +221,7 @@ class Clock:
         self.zero = time.perf_counter()
         self.now()
 
-    def now(self) -> Any:
-        """A mark of this moment in the order of work; `seconds` says when it was."""
-        if self.module is None:
-            return time.perf_counter()
+    def _event(self) -> Any:
         if self.used == len(self.events):
             self.events.append(self.module.Event(enable_timing=True))
         event = self.events[self.used]
