@@ -124,7 +124,8 @@ def verify(
     out.print(
         Text(f"{value.name}: {word}", style="bold green" if equal else "bold red").append(
             f" ({sizes}; {clock.perf_counter() - began:.1f} s)", style="not bold default"
-        )
+        ),
+        soft_wrap=True,
     )
     return 0 if equal else 1
 
