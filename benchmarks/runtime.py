@@ -95,7 +95,7 @@ def ours(seat: Seat, schedule: Schedule, steps: int, count: bool) -> Measured:
     _start_counting()
     torch.manual_seed(seat.rank)
     stages = {stage: Block(count) for stage in schedule.placement.stages_of[seat.rank][0]}
-    pipeline = Pipeline(schedule, stages, _loss, group=seat.group)
+    pipeline = Pipeline(schedule, stages, _loss, group=seat.group, static=True)  # as PyTorch takes it
     inputs, targets = _data(schedule.microbatches)
     ops = int(schedule.offsets[seat.rank + 1] - schedule.offsets[seat.rank])
     return _timed(lambda: pipeline.step(inputs, targets), steps, ops, pipeline.parameters())

@@ -53,7 +53,7 @@ def agree(grid: Grid, schedule: Schedule, *options: object) -> None:
     dist.all_gather(all_said, mine, group=grid.whole)
     others = [rank for rank, theirs in enumerate(all_said) if not torch.equal(theirs, all_said[0])]
     if others:
-        what = "schedule, tied or dynamic" if grid.mesh is None else "schedule, tied, dynamic or mesh"
+        what = "schedule, tied, dynamic or static" if grid.mesh is None else "schedule, tied, dynamic, static or mesh"
         raise InputError(f"ranks {others} were given another {what} than rank 0")
 
 

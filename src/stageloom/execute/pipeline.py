@@ -87,6 +87,9 @@ class Pipeline:
         ranks: they start equal, and each step gives every member the sum of the group's gradients.
     dynamic
         For stages whose outputs change in shape, or in what is no tensor, while the inputs' shapes stay.
+    static
+        For inputs whose shapes, and values that are no tensors, stay as in the first step: saves ranks an exchange a
+        step. Others are refused.
     window
         Receives posted ahead, a sender.
     device
@@ -114,6 +117,7 @@ class Pipeline:
         recompute: Sequence[int] = (),
         tied: Tied = (),
         dynamic: bool = False,
+        static: bool = False,
         optimizer: Make | None = None,
         window: int = 2,
         device: str | torch.device | None = None,
@@ -130,10 +134,14 @@ class Pipeline:
         self.rank = dist.get_rank(self.group)
         self.modules = self._own(stages)
         self.optimizer = optimizer
-        self.dynamic = dynamic
+        self.dynamic, self.static = dynamic, static
         check_options(schedule, loss, split, recompute, tied, window, optimizer)
+        if static and dynamic:
+            raise InputError("static: says that shapes stay, and dynamic that they change; give one of them")
         self.device = device_of(self.modules, device, self.group)
-        agree(self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic, edge_groups)
+        agree(
+            self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic, static, edge_groups
+        )
         self.sharded = Sharded(self.modules, self.grid, self.rank)
         program = lower(schedule, data_parallel=bool(self.grid.data), sharded=self.sharded.stages)
         self.tasks = tasks_of(program, self.rank)
@@ -279,6 +287,12 @@ class Pipeline:
     def _announce(self, feed: Feed) -> bool:
         """Have shapes changed since the last step on any rank?"""
         now = signature(feed, self.modules.values(), self.device)
+        if self.static and self.signature is not None:
+            if not same(now, self.signature):
+                raise InputError(
+                    "static: inputs (their shapes), autocast or training modes are not those of the first step"
+                )
+            return False
         differs = self.dynamic or self.signature is None or not same(now, self.signature)
         changed = torch.tensor([int(differs)], device=control_device(self.group))
         self.signature = now
