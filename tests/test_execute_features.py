@@ -166,8 +166,7 @@ def test_shapes_that_stay_need_no_exchange(pool: Pool) -> None:
     """With static=True ranks do not ask each other whether shapes have changed; a change is refused."""
     for name in ("zb-v", "dualpipe"):
         check(pool, sl.build(name, 2, 4), "toy", [feed(4, step) for step in range(3)], static=True)
-    other = [data(3)[0][:, 1:], data(3)[1][:, 1:]]
-    changed = (list(other[0].chunk(3)), list(other[1].chunk(3)))
+    changed = tuple([part[:, 1:] for part in side] for side in feed(3))
     [message] = pool.run(refused_training, one_rank(), "toy", [feed(3), changed], {"static": True}, size=1)
     assert "static: inputs (their shapes)" in message
     [message] = pool.run(refused_training, one_rank(), "toy", [feed(3)], {"static": True, "dynamic": True}, size=1)
