@@ -10,13 +10,21 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from stageloom.errors import InputError
+from stageloom.errors import InputError, ScheduleError
 from stageloom.execute.replicas import Tied
 from stageloom.execute.split import Mode
 from stageloom.schedule import Schedule
+from stageloom.validate import problems
 
 Split = Mode | Literal["auto"]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def require_sound(schedule: Schedule) -> None:
+    """Raise ScheduleError, with all its problems, for a schedule that cannot run."""
+    found = problems(schedule)
+    if found:
+        raise ScheduleError(f"{schedule.name} cannot run: {found[0]}", [str(problem) for problem in found])
 
 
 def check_options(
@@ -25,12 +33,16 @@ def check_options(
     split: Split | Mapping[int, Split],
     recompute: Sequence[int],
     tied: Tied,
+    dynamic: bool,
+    static: bool,
     window: int,
     optimizer: Make | None,
 ) -> None:
     """Refuse what does not fit the schedule, each with an InputError that names the argument."""
     if not callable(loss):
         raise InputError(f"loss: is a {type(loss).__name__}; expected a function of output and target")
+    if static and dynamic:
+        raise InputError("static: says that shapes stay, and dynamic that they change; give one of them")
     if window < 1:
         raise InputError(f"window: is {window}; at least 1 receive has to be posted")
     modes = (split,) if isinstance(split, str) else tuple(split.values())

@@ -162,9 +162,7 @@ class Executor:
             return
         gradients = None if stage.last else arrived.pop((False, place))
         found = stage.backward(place, gradients, whole=task.code is Code.BW)
-        self._check_gradients(task, stage, found)
-        if not stage.first:
-            (arrived if task.local else leaving)[False, task.target] = found
+        self._backwarded(task, stage, found, arrived, leaving)
 
     def _compute_pair(
         self,
@@ -182,9 +180,7 @@ class Executor:
         gradients = None if behind.last else arrived.pop((False, back))
         result, found = self.joints[one.row](forward, value, backward, gradients)
         self._forwarded(forward, ahead, result, run, arrived, structures, leaving)
-        self._check_gradients(backward, behind, found)
-        if not behind.first:
-            (arrived if backward.local else leaving)[False, backward.target] = found
+        self._backwarded(backward, behind, found, arrived, leaving)
 
     def _forwarded(
         self,
@@ -208,6 +204,19 @@ class Executor:
             return
         structures[task.target] = result.structure
         (arrived if task.local else leaving)[True, task.target] = result.tensors
+
+    def _backwarded(
+        self,
+        task: Task,
+        stage: StageRunner,
+        found: list[Tensor],
+        arrived: dict[tuple[bool, Place], list[Tensor]],
+        leaving: dict[tuple[bool, Place], list[Tensor]],
+    ) -> None:
+        """Hand on what a backward gave."""
+        self._check_gradients(task, stage, found)
+        if not stage.first:
+            (arrived if task.local else leaving)[False, task.target] = found
 
     # -------------------------------------------------------------------------------------------------- checking
 

@@ -16,7 +16,7 @@ Every rank of an expert group runs the same pairs in the same order, and so the 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from stageloom.execute.channel import has_gradient
 from stageloom.execute.engine import Job
 from stageloom.execute.exchange import AllToAll, Crossing, Part, crossing_of, refuse_open_end, start, tensors_of
 from stageloom.execute.split import Mode, Saved, run_backward, run_backward_input, run_backward_weight, run_forward
-from stageloom.execute.split_queue import Entry, Queue, hooks_of, not_recording, set_hooks
+from stageloom.execute.split_queue import Queue, caught, hooks_of, not_recording
 from stageloom.execute.tree import flatten, unflatten
 
 T = TypeVar("T")
@@ -121,7 +121,8 @@ class PartsEngine:
         """The backward, segment by segment from the last one, each within `around()`."""
         hooked = [p for p in saved.saved[0].parameters if hooks_of(p) != (None, None)]
         apart = whole and self.mode == "deferred"  # B, then W under the all-to-all
-        with _caught(hooked, saved.late):
+        # what parts before and after an all-to-all use would else get its gradient, and fire its hooks, bit by bit
+        with caught(hooked, saved.late):
             for at in reversed(range(len(saved.saved))):
                 segment = saved.saved[at]
                 with around(), not_recording():
@@ -191,26 +192,6 @@ class _Segment:
                 return tensors
             arguments = value if isinstance(value, tuple) else (value,)
         raise InputError(f"stage {self.stage}: overlapped_parts() gave no part")
-
-
-@contextmanager
-def _caught(parameters: list[Tensor], late: Queue) -> Generator[None]:
-    """Put what the parameters get within the block in a queue, so that their hooks fire once, with the whole of it.
-
-    A parameter that parts before and after an all-to-all use would else get its gradient bit by bit.
-    """
-    before = [(parameter, parameter.grad, *hooks_of(parameter)) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-        set_hooks(parameter, None, None)
-    try:
-        yield
-    finally:
-        for parameter, gradient, first, last in before:
-            part, parameter.grad = parameter.grad, gradient
-            set_hooks(parameter, first, last)
-            if part is not None:
-                late.add(Entry((parameter,), (part,), lambda tensors: tensors))
 
 
 # --------------------------------------------------------------------------------------------------------- the turns

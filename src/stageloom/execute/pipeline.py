@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from stageloom.errors import InputError, ScheduleError
+from stageloom.errors import InputError
 from stageloom.execute.agreement import agree
-from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice
+from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice, require_sound
 from stageloom.execute.buffers import Buffers
 from stageloom.execute.devices import control_device, device_of, net_of
 from stageloom.execute.executor import Executor, Run
@@ -34,7 +34,6 @@ from stageloom.execute.tree import join
 from stageloom.execute.versions import Versions
 from stageloom.lower import Code, lower
 from stageloom.schedule import Schedule
-from stageloom.validate import problems
 
 Stages = Mapping[int, nn.Module] | Mapping[tuple[int, int], nn.Module]
 
@@ -125,9 +124,7 @@ class Pipeline:
         check_finite: bool = False,
         on_task: Callable[[str], None] | None = None,
     ) -> None:
-        found = problems(schedule)
-        if found:
-            raise ScheduleError(f"{schedule.name} cannot run: {found[0]}", [str(problem) for problem in found])
+        require_sound(schedule)
         self.schedule = schedule
         self.grid = grid_of(mesh, group, schedule)
         self.group = self.grid.pipeline
@@ -135,9 +132,7 @@ class Pipeline:
         self.modules = self._own(stages)
         self.optimizer = optimizer
         self.dynamic, self.static = dynamic, static
-        check_options(schedule, loss, split, recompute, tied, window, optimizer)
-        if static and dynamic:
-            raise InputError("static: says that shapes stay, and dynamic that they change; give one of them")
+        check_options(schedule, loss, split, recompute, tied, dynamic, static, window, optimizer)
         self.device = device_of(self.modules, device, self.group)
         agree(
             self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic, static, edge_groups
@@ -248,14 +243,14 @@ class Pipeline:
             kwargs,
             self.device,
         )
-        feed.announce = self._announce(feed)
+        announce = self._announce(feed)
         for runner in self.runners.values():
             runner.begin(feed)
             if runner.versions is not None:
                 runner.versions.begin(self._version_uses())
         earlier = self.shared.set_aside()
         self.buffers.begin()
-        run = self.executor.run(self.tasks, announce=feed.announce)
+        run = self.executor.run(self.tasks, announce=announce)
         self.shared.finish(earlier)
         self.buffers.finish()
         return self._result(run, {})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stageloom.execute.split_prepare import Mode, Report, prepare
-from stageloom.execute.split_queue import quiet
+from stageloom.execute.split_queue import caught
 from stageloom.execute.split_run import run_backward, run_backward_input, run_backward_weight, run_forward
 
 _Gradients = dict[str, Tensor | None]
@@ -118,7 +118,7 @@ def _undisturbed(module: nn.Module) -> Generator[None]:
     plain, cpu = random.getstate(), torch.get_rng_state()
     devices: list[Any] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        with quiet(list(module.parameters())):
+        with caught(list(module.parameters()), None):
             yield
     finally:
         random.setstate(plain)

@@ -262,24 +262,37 @@ def whole_gradients(queue: Queue, nodes: Callable[[], Sequence[Any]]) -> Abstrac
     """
     hooked = {key for key, parameter in queue.parameters.items() if hooks_of(parameter) != (None, None)}
     both = reached(nodes(), hooked) if hooked else []
-    return _caught(queue, both) if both else nullcontext()
+    return _held(queue, both) if both else nullcontext()
 
 
 @contextmanager
-def _caught(queue: Queue, both: list[Tensor]) -> Generator[None]:
-    before = [(parameter, parameter.grad, *hooks_of(parameter)) for parameter in both]
-    for parameter in both:
-        parameter.grad = None
-        set_hooks(parameter, None, None)
+def _held(queue: Queue, both: list[Tensor]) -> Generator[None]:
     queue.held = {id(parameter) for parameter in both}
+    try:
+        with caught(both, queue):
+            yield
+    finally:
+        queue.held = set()
+
+
+@contextmanager
+def caught(parameters: Sequence[Tensor], queue: Queue | None) -> Generator[None]:
+    """Within the block no hook of these parameters fires and their `.grad` starts as None; both come back after it.
+
+    What the parameters got meanwhile goes into the queue, so that their hooks see the whole of it; without one it is
+    dropped.
+    """
+    before = [(parameter, parameter.grad, *hooks_of(parameter)) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+        _set_hooks(parameter, None, None)
     try:
         yield
     finally:
-        queue.held = set()
         for parameter, gradient, first, last in before:
             part, parameter.grad = parameter.grad, gradient
-            set_hooks(parameter, first, last)
-            if part is not None:
+            _set_hooks(parameter, first, last)
+            if part is not None and queue is not None:
                 queue.add(Entry((parameter,), (part,), lambda tensors: tensors))
 
 
@@ -290,26 +303,11 @@ def hooks_of(parameter: Tensor) -> tuple[Any, Any]:
     )
 
 
-def set_hooks(parameter: Any, first: Any, last: Any) -> None:
+def _set_hooks(parameter: Any, first: Any, last: Any) -> None:
     parameter._backward_hooks = first
     if parameter._post_accumulate_grad_hooks is not None:
         # None would leave torch with the hooks it has.
         parameter._post_accumulate_grad_hooks = OrderedDict[int, Any]() if last is None else last
-
-
-@contextmanager
-def quiet(parameters: Sequence[Tensor]) -> Generator[None]:
-    """Within the block no hook of these parameters fires and their `.grad` starts as None; both come back after it."""
-    before = [(parameter, parameter.grad, *hooks_of(parameter)) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-        set_hooks(parameter, None, None)
-    try:
-        yield
-    finally:
-        for parameter, gradient, first, last in before:
-            parameter.grad = gradient
-            set_hooks(parameter, first, last)
 
 
 def reached(nodes: Sequence[Any], keys: set[int]) -> list[Tensor]:

@@ -58,7 +58,6 @@ class Feed:
     seed: int | None = None
     microbatches_before: int = 0
     keep_outputs: bool = False
-    announce: bool = True
 
 
 @dataclass(slots=True)
@@ -143,8 +142,7 @@ class StageRunner:
             argument = unflatten(flat[: len(tensors)], structure)
             past = unflatten(flat[len(tensors) :], carry_structure) if carry_structure is not None else None
             output, following = self._call(argument, past, place, version if backward else None)
-            results = self._results(output, place, trees)
-            trees["values"] = len(results)
+            results = leave(output)
             carried, trees["carry"] = ([], None) if following is None else flatten(following)
             return results + carried
 

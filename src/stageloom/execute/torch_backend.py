@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError, ScheduleError, StageloomError
+from stageloom.execute.arguments import require_sound
 from stageloom.execute.mesh import grid_of
 from stageloom.execute.pipeline import Stages
 from stageloom.execute.split import Report
 from stageloom.op import Kind
 from stageloom.schedule import Schedule
-from stageloom.validate import problems
 
 LETTERS: Final = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 
@@ -101,9 +101,7 @@ class TorchPipeline:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        found = problems(schedule)
-        if found:
-            raise ScheduleError(f"{schedule.name} cannot run: {found[0]}", [str(problem) for problem in found])
+        require_sound(schedule)
         require_runnable(schedule)
         self.schedule = schedule
         self.group = grid_of(None, group, schedule).pipeline
