@@ -129,9 +129,9 @@ def cluster(
     Raises InputError where the GPUs do not fill whole nodes.
     """
     if gpus < 1 or gpus_per_node < 1:
-        raise InputError(f"{name}: {gpus} GPUs in nodes of {gpus_per_node}; at least 1 of each is needed")
+        raise InputError(f"{gpus} GPUs in nodes of {gpus_per_node}; at least 1 of each is needed")
     size = min(gpus, gpus_per_node)
     if gpus % size:
         below = gpus // size * size
-        raise InputError(f"{name}: {gpus} GPUs do not fill nodes of {size}; nearest: {below} or {below + size}")
+        raise InputError(f"{gpus} GPUs do not fill nodes of {size}; nearest: {below} or {below + size}")
     return Cluster(name, (NodeGroup(gpus // size, size, gpu, inside, between),), oversubscription)
