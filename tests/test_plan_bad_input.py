@@ -1,5 +1,6 @@
 """Wrong models, clusters and training jobs: one message each, that names the file, the key, its value and what would
-be right."""
+be right.
+"""
 
 from __future__ import annotations
 
@@ -386,7 +387,12 @@ FILES: Final[list[tuple[Callable[[Path], object], str, str | bytes, str]]] = [
         JOB + "communication_share: 1\n",
         "communication_share: 1.0; a share from 0 to below 1 is needed",
     ),
-    (load_training, "t.yaml", JOB + "tokens: 14.8T\n", "tokens: '14.8T'; a number from 1 to 1e+18 is needed"),
+    (
+        load_training,
+        "t.yaml",
+        JOB + "tokens: 14.8X\n",
+        "tokens: '14.8X': X is no unit of a number of tokens; write it as 15T or 15e12",
+    ),
     (load_training, "t.yaml", JOB + "tokens: 1000\n", "tokens: 1000 are fewer than the 62,914,560 of one step"),
     (
         load_training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ def test_a_mixed_cluster_is_as_its_worst_and_each_gpu_is_what_it_is(tmp_path: Pa
             cluster.group(n)
 
 
-def test_a_cluster_can_be_a_key_of_a_cache() -> None:
+def test_values_can_be_keys_of_a_cache_and_go_to_other_processes() -> None:
     assert len({load_cluster("h800x64"), load_cluster("h800x64"), load_cluster("h800x128")}) == 2
+    for value in (load_cluster("h800x64"), load_model("deepseek-v3"), Training(4096, 64, recompute=("full", "none"))):
+        assert pickle.loads(pickle.dumps(value)) == value
+        assert len({value, value}) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_amounts_have_units(text: Any, dimension: Dimension, value: float) -> No
 
 def test_a_training_file_and_its_overrides(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text("sequence: 4096\nglobal_batch: 15360\nzero: 1\ndtype: fp8\ntokens: 14.8e12\n")
+    file.write_text("sequence: 4096\nglobal_batch: 15360\nzero: 1\ndtype: fp8\ntokens: 14.8T\n")
     job = load_training(file)
     assert job == Training(4096, 15360, dtype="fp8", tokens=14.8e12)
     assert job.step_tokens == 62_914_560

@@ -3,7 +3,8 @@
 One row a rank, one cell an action in order: `2F0` is the forward of micro-batch 0 on stage 2. PyTorch's letters
 differ from ours: its `B` is our BW, its `I` our B; `(0F1;3B0)OVERLAP_F_B` is an overlapped pair. An empty cell is a
 step in which the rank does nothing. PyTorch adds sends, receives and FSDP's gathers to such an order by itself; a
-file in which they stand already (its "compute_comms" form) is read without them."""
+file in which they stand already (its "compute_comms" form) is read without them.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Reading a model from a Hugging Face `config.json` as it is published. One record an architecture; a new one is a
-new record.
+"""What a Hugging Face `config.json` leaves unsaid: one record an architecture, and a new one is a new record.
 
 A record says what the modelling code of its architecture does and the file does not say: where there are biases and
 norms, what an absent key means. Source: the modelling and configuration files of `transformers` 5, which tests build
-and count."""
+and count.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Architecture:
     model_type, classes: its names in the file. kv_heads: whether `num_key_value_heads` may be absent (then every head
     has its own). head_width: of a head where `head_dim` is absent, None for hidden over heads. tied: where the file
     does not say. attention_bias, output_bias, mlp_bias, norm_bias, head_bias: where there are biases. window,
-    experts: how a layer, by its number, finds its window and its experts (None: an MLP)."""
+    experts: how a layer, by its number, finds its window and its experts (None: an MLP).
+    """
 
     model_type: str
     classes: tuple[str, ...]

@@ -1,5 +1,6 @@
 """Reading a mapping key by key: what is missing, wrong or unknown is refused with the place, the key and what would
-be right."""
+be right.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Fields:
     """The mapping at `place` (a file, or a file and a key). Remembers which keys were asked for, for `done`.
 
     Every method returns `default` where the key is absent or null, and raises InputError where there is none, or
-    where the value is not of the kind asked for."""
+    where the value is not of the kind asked for.
+    """
 
     def __init__(self, data: Mapping[str, Any], place: str) -> None:
         self.data = data

@@ -35,7 +35,8 @@ def from_config(data: object, place: str, name: str) -> Model:
     """The model that a Hugging Face configuration describes.
 
     Raises InputError with `place`, key and value where the architecture is not known, a key is missing, or sizes do
-    not fit."""
+    not fit.
+    """
     config = fields(data, place)
     arch = find(config)
     for key, wanted in (arch.refuse or {}).items():

@@ -13,7 +13,8 @@ A mixed cluster lists its groups of equal nodes, each in the same way:
 
 A node has a `gpu` (name, memory, peak by input type, bandwidth of its memory), `gpus_per_node`, and the links
 `inside` and `between` nodes (bandwidth of one GPU in one direction, latency). An amount is a number in bytes,
-bytes/s, flop/s and seconds, or a number with its unit."""
+bytes/s, flop/s and seconds, or a number with its unit.
+"""
 
 from __future__ import annotations
 

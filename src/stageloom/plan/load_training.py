@@ -1,16 +1,18 @@
 """A training job from YAML or from flags, and whether it agrees with the model and the cluster.
 
-sequence: 4096
-global_batch: 15360     # sequences, not tokens
-microbatch: 1           # left out: the search chooses
-dtype: bf16             # fp16, fp8
-optimizer: adam         # adam-bf16, sgd
-gradients: fp32         # bf16
-zero: 1                 # 0 to 3
-recompute: none         # selective, full, or a list with one of them for each layer
-sequence_parallel: true
-communication_share: 0  # of the GPU's multiprocessors
-tokens: 14.8e12         # how many the run is to see
+The keys, with what those left out mean:
+
+    sequence: 4096          # needed
+    global_batch: 15360     # needed; sequences, not tokens
+    microbatch: 1           # left out: the search chooses
+    dtype: bf16             # fp16, fp8
+    optimizer: adam         # adam-bf16, sgd
+    gradients: fp32         # bf16
+    zero: 1                 # 0 to 3
+    recompute: none         # selective, full, or a list with one of them for each layer
+    sequence_parallel: true
+    communication_share: 0  # of the GPU's multiprocessors
+    tokens: 14.8T           # how many the run is to see; left out: no target
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from stageloom.files import read_mapping
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.fields import Fields, at, fields
 from stageloom.plan.model import Model
+from stageloom.plan.quantities import TOKENS
 from stageloom.plan.training import DTYPES, OPTIMIZERS, RECOMPUTES, Dtype, Optimizer, Recompute, Training
 
 
@@ -51,7 +54,7 @@ def training_from(data: dict[str, Any], place: str, **override: Any) -> Training
         "recompute": _recompute(job),
         "sequence_parallel": job.truth("sequence_parallel", True),
         "communication_share": job.number("communication_share", 0.0, least=0.0, most=1.0),
-        "tokens": job.number("tokens", least=1.0, most=1e18) if job.has("tokens") else None,
+        "tokens": job.amount("tokens", TOKENS) if job.has("tokens") else None,
     }
     job.done()
     with at(place):

@@ -50,6 +50,14 @@ SPEED: Final = Dimension(
 TIME: Final = Dimension(
     "a time", "seconds", {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}, 0.0, 1.0, "3.3 us or 3.3e-6"
 )
+TOKENS: Final = Dimension(
+    "a number of tokens",
+    "tokens",
+    {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "tokens": 1.0},
+    1.0,
+    1e18,
+    "15T or 15e12",
+)
 
 
 def quantity(value: object, dimension: Dimension, place: str) -> float:

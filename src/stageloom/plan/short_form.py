@@ -12,18 +12,24 @@
 Each line above but `hidden`, `layers`, `heads`, `vocabulary` and a llama's `mlp` may be left out. More keys, and what
 they are without a line:
 
-    key            llama     gpt       meaning name           the file's          what tables and plans call the model
-    head_width     hidden / heads      of a query and a key value_width    head_width          of a value gated
-    true      false     the MLP has a third projection that gates (SwiGLU) bias           false     true
-    projections have biases; `qkv` for those of query, key and value alone norm           rms       layer     a
-    `layer` norm has a bias positions      rotary    learned tied           false     true      embedding and head are
-    one matrix parallel       false     false     attention and MLP read the same input window         all       all
-    how many tokens back a token sees qk_norm        none      none      norms on queries and keys: one for a `head`'s
-    width, or for `all` heads' predicted      0         0         multi-token-prediction modules experts        none
-    none      {count, per_token, width, shared: 0, shared_width: width, groups: 1, groups_per_token: groups,
-    dense_layers: 0}: all layers but the first `dense_layers` latent         none      none      {query_rank: none,
-    kv_rank, rope_width, nope_width}: multi-head latent attention source                             where the figures
-    are from"""
+    key            llama     gpt       meaning
+    name           the file's          what tables and plans call the model
+    head_width     hidden / heads      of a query and a key
+    value_width    head_width          of a value
+    gated          true      false     the MLP has a third projection that gates (SwiGLU)
+    bias           false     true      projections have biases; `qkv` for those of query, key and value alone
+    norm           rms       layer     a `layer` norm has a bias
+    positions      rotary    learned
+    tied           false     true      embedding and head are one matrix
+    parallel       false     false     attention and MLP read the same input
+    window         all       all       how many tokens back a token sees
+    qk_norm        none      none      norms on queries and keys: one for a `head`'s width, or for `all` heads'
+    predicted      0         0         multi-token-prediction modules
+    experts        none      none      {count, per_token, width, shared: 0, shared_width: width, groups: 1,
+                                       groups_per_token: groups, dense_layers: 0}: the first `dense_layers` have an MLP
+    latent         none      none      {query_rank: none, kv_rank, rope_width, nope_width}: multi-head latent attention
+    source         the file's path     where the figures are from
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ class Layout(Protocol):
     """How a job is laid out over GPUs: sizes of the parallel groups, chunks a rank, sequences in a micro-batch.
 
     `layers[stage]` is the number of layers on each stage, in the order in which the model meets the stages. expert:
-    over how many GPUs the routed experts of a layer are spread, taken out of the tensor and data groups."""
+    over how many GPUs the routed experts of a layer are spread, taken out of the tensor and data groups.
+    """
 
     @property
     def tensor(self) -> int: ...

@@ -76,7 +76,12 @@ def launch(job: Job) -> Launch:
     nodes, per_node = job.cluster.nodes, job.cluster.gpus_per_node
     lines = [f"torchrun --nproc-per-node {per_node} --nnodes {nodes} pretrain_gpt.py"]
     lines += [" ".join(shlex.quote(word) for word in words) for words in arguments(job)]
-    return Launch(FRAMEWORK, "megatron.sh", " \\\n    ".join(lines) + "\n", tuple(_notes(job)))
+    return Launch(FRAMEWORK, "megatron.sh", _environment(job) + " \\\n    ".join(lines) + "\n", tuple(_notes(job)))
+
+
+def _environment(job: Job) -> str:
+    """One hardware queue, so that tensor-parallel collectives start in order; Megatron-FSDP wants more than one."""
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if job.layout.tensor > 1 and job.layout.zero < 2 else ""
 
 
 def arguments(job: Job) -> list[tuple[str, ...]]:
@@ -214,7 +219,8 @@ def _parallel(job: Job) -> Iterator[tuple[str, ...]]:
 
 def layer_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
     """The layout string of these layers a stage: E embedding, t a layer, m multi-token prediction, L loss, | between
-    stages."""
+    stages.
+    """
     stages = [f"t*{count}" if count else "" for count in layers]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * predicted + "L"
@@ -225,6 +231,9 @@ def _notes(job: Job) -> Iterator[str]:
     yield "add what the plan does not decide: data, tokenizer, learning rate, checkpoints"
     if any(layer.experts and layer.experts.groups > 1 for layer in job.model.layers):
         yield "the router's score function, scaling and balancing are the model's own: --moe-router-... arguments"
+    padded = 128 * job.layout.tensor
+    if job.model.vocabulary % padded:
+        yield f"Megatron-LM pads the vocabulary to a multiple of {padded}"
     if job.layout.zero > 1:
         yield "ZeRO stages 2 and 3 are Megatron-FSDP, which wants CUDA_DEVICE_MAX_CONNECTIONS unset"
     if job.training.communication_share:

@@ -1,5 +1,6 @@
 """PyTorch's schedule CSV for a plan: what torch.distributed.pipelining runs where no framework has the schedule by
-name."""
+name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ FRAMEWORK: Final = "PyTorch"
 
 def launch(job: Job, schedule: Schedule) -> Launch:
     """The CSV of `schedule`, which is the job's, built. Raises InputError with the reason where PyTorch cannot run
-    it."""
+    it.
+    """
     refuse(FRAMEWORK, job, refusal(schedule) or _mismatch(job, schedule))
     notes = ("read by torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv(file, 'compute_only')",)
     return Launch(FRAMEWORK, "schedule.csv", dumps(schedule), notes)

@@ -2,7 +2,8 @@
 
 Source of names: github.com/pytorch/torchtitan at v0.2.2, torchtitan/config/job_config.py,
 distributed/pipeline_parallel.py and models/*/__init__.py. Since February 2026 torchtitan is configured in Python; the
-keys of [parallelism] are there the fields of `ParallelismConfig`."""
+keys of [parallelism] are there the fields of `ParallelismConfig`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SCHEDULES: Final = {
     "dualpipev": "DualPipeV",
 }
 """Our schedules by PyTorch's names; others go by a CSV, on stages that lie as those of Interleaved1F1B or
-ZBVZeroBubble do."""
+ZBVZeroBubble do.
+"""
 
 FLAVORS: Final = {
     ("llama3", "8B"): (4096, 32, 32, 8, 14336, 0),
@@ -64,7 +66,8 @@ def flavor(model: Model) -> tuple[str, str] | None:
 
 def refusal(job: Job, csv: str | None = None, folded: bool = False) -> str | None:
     """Why torchtitan cannot run the job as it is planned; None where it can. csv: the file with the schedule, if
-    any."""
+    any.
+    """
     at = job.layout
     if flavor(job.model) is None:
         shipped = ", ".join(f"{name} {size}" for name, size in FLAVORS)
