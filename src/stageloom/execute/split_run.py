@@ -76,7 +76,7 @@ def run_forward(
         leaf = x.detach()
         if (leaf.is_floating_point() or leaf.is_complex()) and (wanted is None or wanted[at]):
             kept.append(leaf.requires_grad_(True))
-            given.append(_enter(leaf))
+            given.append(_Enter.apply(leaf))
         else:
             kept.append(None)
             given.append(leaf)
@@ -233,9 +233,17 @@ def _described(results: Any) -> str:
     return f"a list with a {next(type(y).__name__ for y in results if not isinstance(y, Tensor))}"
 
 
-def _enter(leaf: Tensor) -> Tensor:
+class _Enter(torch.autograd.Function):
     """An input of the stage as no leaf any more, so that the stage may change it in place, as any module may.
 
-    The same memory, and to autograd no view: a view of a leaf may not be changed.
+    It shares the input's version, so that a change that breaks a backward is noticed (torch's native ops that are no
+    views do not).
     """
-    return torch.ops.aten._unsafe_view(leaf, leaf.shape)  # a Function of our own takes several times as long
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
