@@ -29,6 +29,7 @@ class Constants:
     product_share: float
     product_tiles: float
     memory_share: float
+    stream_share: float
     attention_forward: float
     attention_backward: float
     kernel: float

@@ -193,14 +193,14 @@ def _unfused_core(a: Attention, s: Setting, heads: float) -> Pass:
     scores = batch * length * length
     fused_softmax = (s.microbatch * a.heads // s.tensor) % FUSED_SOFTMAX_ROWS == 0
     forward = Tally(s.on).product(length, length, a.head_width, batch=batch, core=True)
-    forward.moved((4.0 if fused_softmax else 12.0) * scores, 1 if fused_softmax else 3)
-    forward.moved(5.0 * scores * s.software.dropout)
+    forward.streamed((4.0 if fused_softmax else 12.0) * scores, 1 if fused_softmax else 3)
+    forward.streamed(5.0 * scores * s.software.dropout)
     forward.product(length, a.value_width, length, batch=batch, core=True)
     backward = Tally(s.on)
     for width in (a.head_width, a.value_width):
         backward.product(length, width, length, batch=batch, core=True)
         backward.product(length, length, width, batch=batch, core=True)
-    backward.moved(6.0 * scores).moved(5.0 * scores * s.software.dropout)
+    backward.streamed(6.0 * scores).streamed(5.0 * scores * s.software.dropout)
     return Pass(forward.seconds, backward.seconds)
 
 

@@ -26,6 +26,7 @@ class Machine:
     peak: float
     core_peak: float
     memory: float
+    stream: float
     width: float
     kernel: float
     tiles: float
@@ -50,6 +51,7 @@ def machine(cluster: Cluster, dtype: Dtype, constants: Constants) -> Machine:
         peak=gpu.peak[dtype] * constants.product_share,
         core_peak=core * constants.product_share,
         memory=gpu.bandwidth * constants.memory_share,
+        stream=gpu.bandwidth * constants.stream_share,
         width=1.0 if dtype == "fp8" else 2.0,
         kernel=constants.kernel,
         tiles=constants.product_tiles,
@@ -89,6 +91,12 @@ class Tally:
         """Kernels that read and write `size` bytes together."""
         if size > 0:
             self.seconds += size / self.machine.memory + kernels * self.machine.kernel
+        return self
+
+    def streamed(self, size: float, kernels: int = 1) -> Tally:
+        """As `moved`, where whole large arrays go through in order."""
+        if size > 0:
+            self.seconds += size / self.machine.stream + kernels * self.machine.kernel
         return self
 
 

@@ -90,7 +90,7 @@ def predict(
     known, held = costs(len(order.placement.paths))
     timeline = simulate(order, known)
     around = beside(model, training, layout, s, held, timeline)
-    seconds = around.finish + around.after
+    seconds = around.seconds
     flops = model_flops(model, training)
     parts, bubble = _parts(timeline, around, [one.work.total - one.exposed.total for one in times])
     at_most = cluster.gpu.peak["bf16" if training.dtype == "fp8" else training.dtype]
@@ -147,7 +147,7 @@ def _parts(timeline: Timeline, around: Beside, compute: list[float]) -> tuple[di
     busy = np.add.reduceat(took, first)
     ends, starts = np.maximum.reduceat(timeline.end, first), np.minimum.reduceat(timeline.start, first)
     cost = float((ends - starts).max())
-    rank = int((ends + around.exposed).argmax())
+    rank = around.last
     products = np.zeros(schedule.ranks)
     each = schedule.microbatches / len(schedule.placement.paths)
     for path in schedule.placement.table:
@@ -156,7 +156,7 @@ def _parts(timeline: Timeline, around: Beside, compute: list[float]) -> tuple[di
     return {
         "compute": working,
         "collectives": float(busy[rank]) - working,
-        "idle": float(ends[rank] - busy[rank]) - float(timeline.start.min()),
+        "idle": float(around.spans[rank] - around.exposed[rank] - busy[rank]),
         "gradients": float(around.exposed[rank]),
         "tied embedding": around.tied,
         "optimizer": around.optimizer,
