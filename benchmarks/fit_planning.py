@@ -24,7 +24,7 @@ BEND: Final = 0.08
 TIMES: Final = ("korthikanti", "megatron table 1", "zb throughput", "vtrain multi", "vtrain single")
 
 START: Final = Constants(
-    product_share=0.8, product_tiles=15.0, memory_share=0.7, stream_share=0.85, attention_forward=0.55, attention_backward=0.45,
+    product_share=0.8, product_tiles=15.0, memory_share=0.7, score_share=0.6, attention_forward=0.55, attention_backward=0.45,
     kernel=1e-5, host_forward=1e-3, host_backward=1.5e-3, host_collective=5e-5, host_softmax=1e-3, host_head=1e-3,
     inside_share=0.8, network_share=0.9, collective=3e-5, message=3e-4, step=5e-3,
 )  # fmt: skip
@@ -33,9 +33,9 @@ FUSED: Final = "FlashAttention-2, arXiv 2307.08691, figures 4 to 6: causal, widt
 FITTED: Final = "the odd-numbered rows of vtrain single and multi, megatron table 1, korthikanti, zb throughput"
 MEANING: Final[dict[str, tuple[str, str, str]]] = {
     "product_share": ("of the peak", "reached by a large matrix product", FITTED),
-    "product_tiles": ("tiles of 128 x 128", "results at which a product reaches half of that", "set: two waves' tail"),
+    "product_tiles": ("tiles of 128 x 128 x 4096", "at which a product reaches half of that", FITTED),
     "memory_share": ("of the bandwidth", "reached by kernels that only move data", FITTED),
-    "stream_share": ("of the bandwidth", "reached where large arrays go through in order", FITTED),
+    "score_share": ("of the bandwidth", "reached by softmax and dropout of attention's scores", FITTED),
     "attention_forward": ("of the peak", "reached by fused attention", FUSED),
     "attention_backward": ("of the peak", "reached by its backward", FUSED),
     "kernel": ("s", "added by each kernel, for starting and draining", FITTED),
@@ -47,7 +47,7 @@ MEANING: Final[dict[str, tuple[str, str, str]]] = {
     "inside_share": ("of the bandwidth", "reached by links inside a node", FITTED + ", and all-reduces timed alone"),
     "network_share": ("of the bandwidth", "reached by the network between nodes", FITTED),
     "collective": ("s", "start of a collective", FITTED + ", and all-reduces timed alone"),
-    "message": ("s", "a message between stages for which the host waits", FITTED),
+    "message": ("s", "what a message between stages takes beside its bytes", FITTED),
     "step": ("s", "once a step", FITTED),
 }
 """Unit, meaning and data of every constant."""

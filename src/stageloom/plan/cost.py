@@ -223,7 +223,7 @@ def costs_of(times: list[StageTimes], held: list[StageBytes], s: Setting, layout
     scattered = s.cut > 1 or s.software.scattered_messages
     sent = size / layout.tensor if scattered else size
     between, links = _links(on, layout, sent, size)
-    latency = s.constants.message if s.software.waits_for_messages else on.between_latency
+    latency = s.constants.message
     if scattered and s.cut == 1 and layout.tensor > 1:  # put together again beyond
         latency += ring(on, size, layout.tensor)
     kept = sum(one.activations for one in held)

@@ -167,9 +167,12 @@ def _attention(a: Attention, s: Setting) -> tuple[Pass, float]:
     core = _unfused_core(a, s, heads) if s.software.attention == "unfused" else _fused_core(a, s, heads)
     moves = Tally(s.on)
     back = Tally(s.on)
-    if s.software.attention == "unfused":  # transposes on the way in and out
+    if s.software.attention == "unfused":  # transposing the output; backward, also joining three gradients to one
         moves.moved(4.0 * n * heads * a.value_width)
-        back.moved(10.0 * n * heads * a.value_width, 2)
+        back.moved(4.0 * n * heads * a.value_width)
+        back.moved(4.0 * n * (queries + keys * (a.head_width + a.value_width)))
+    if a.bias:
+        back.moved(2.0 * n * (queries + keys * (a.head_width + a.value_width)))
     if s.rotary:
         turned = n * (heads + keys) * (a.latent.rope_width if a.latent else a.head_width)
         moves.moved(4.0 * turned)
@@ -193,14 +196,14 @@ def _unfused_core(a: Attention, s: Setting, heads: float) -> Pass:
     scores = batch * length * length
     fused_softmax = (s.microbatch * a.heads // s.tensor) % FUSED_SOFTMAX_ROWS == 0
     forward = Tally(s.on).product(length, length, a.head_width, batch=batch, core=True)
-    forward.streamed((4.0 if fused_softmax else 12.0) * scores, 1 if fused_softmax else 3)
-    forward.streamed(5.0 * scores * s.software.dropout)
+    forward.scored((4.0 if fused_softmax else 12.0) * scores, 1 if fused_softmax else 3)
+    forward.scored(5.0 * scores * s.software.dropout)
     forward.product(length, a.value_width, length, batch=batch, core=True)
     backward = Tally(s.on)
     for width in (a.head_width, a.value_width):
         backward.product(length, width, length, batch=batch, core=True)
         backward.product(length, length, width, batch=batch, core=True)
-    backward.streamed(6.0 * scores).streamed(5.0 * scores * s.software.dropout)
+    backward.scored(6.0 * scores).scored(5.0 * scores * s.software.dropout)
     return Pass(forward.seconds, backward.seconds)
 
 

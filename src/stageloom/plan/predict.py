@@ -120,7 +120,11 @@ def build(name: str, layout: Layout, training: Training, costs: Callable[[], Cos
     record, microbatches = find(name), layout.microbatches(training)
     options = {"chunks": layout.chunks} if any(option.name == "chunks" for option in record.options) else {}
     if record.searched:
-        return record(layout.pipeline, microbatches, costs=costs(), **options)
+        # Published limits count micro-batches (arXiv 2401.10241, section 3.1), whatever a stage keeps of one.
+        known = costs()
+        fullest = float(np.max(known.activation_bytes))
+        known = known.model_copy(update={"activation_bytes": fullest})
+        return record(layout.pipeline, microbatches, costs=known, **options)
     return _fixed(record.name, layout.pipeline, microbatches, tuple(options.items()))
 
 
