@@ -65,9 +65,7 @@ class Job:
     software: Software
 
     def run(self, constants: Constants) -> Prediction:
-        return predict(
-            self.model, self.cluster, self.training, self.layout, self.schedule, constants, self.software
-        )
+        return predict(self.model, self.cluster, self.training, self.layout, self.schedule, constants, self.software)
 
 
 def job(

@@ -183,9 +183,7 @@ def _head(hidden: int, vocabulary: int, s: Setting, projection: bool) -> Pass:
         weight.product(2 * hidden / s.tensor, hidden, n, out=8.0)
     reduce = all_reduce(s.on, 2.0 * n * hidden, s.tensor)
     host = s.constants.host_head
-    return Pass(
-        max(forward.seconds, host / 3), max(backward.seconds + reduce, host / 3), max(weight.seconds, host / 3)
-    )
+    return Pass(max(forward.seconds, host / 3), max(backward.seconds + reduce, host / 3), max(weight.seconds, host / 3))
 
 
 def head(model: Model, s: Setting, projection: bool = False) -> Pass:

@@ -212,9 +212,7 @@ def _fused_core(a: Attention, s: Setting, heads: float) -> Pass:
     seen = min(a.window or s.sequence, s.sequence)
     pairs = seen * (s.sequence - seen / 2)
     flops = 2.0 * s.microbatch * heads * pairs * (a.head_width + a.value_width)
-    return Pass(
-        flops / s.on.attention_forward + s.on.kernel, 2.5 * flops / s.on.attention_backward + 3 * s.on.kernel
-    )
+    return Pass(flops / s.on.attention_forward + s.on.kernel, 2.5 * flops / s.on.attention_backward + 3 * s.on.kernel)
 
 
 def _mlp(mlp: Mlp, s: Setting, tokens: float) -> Pass:

@@ -120,12 +120,20 @@ def build(name: str, layout: Layout, training: Training, costs: Callable[[], Cos
     record, microbatches = find(name), layout.microbatches(training)
     options = {"chunks": layout.chunks} if any(option.name == "chunks" for option in record.options) else {}
     if record.searched:
-        # Published limits count micro-batches (arXiv 2401.10241, section 3.1), whatever a stage keeps of one.
-        known = costs()
-        fullest = float(np.max(known.activation_bytes))
-        known = known.model_copy(update={"activation_bytes": fullest})
-        return record(layout.pipeline, microbatches, costs=known, **options)
+        return record(layout.pipeline, microbatches, costs=_even(costs()), **options)
     return _fixed(record.name, layout.pipeline, microbatches, tuple(options.items()))
+
+
+def _even(costs: Costs) -> Costs:
+    """As the authors of the published searches give costs to them: the median stage's time for all stages, and a limit
+    that counts micro-batches, whatever a stage keeps of one (sail-sg/zero-bubble-pipeline-parallelism, first release,
+    `get_zero_bubble_forward_backward_func`)."""
+
+    def median(key: str) -> float:
+        values = sorted(np.ravel(getattr(costs, key)).tolist())
+        return values[len(values) // 2]
+
+    return costs.model_copy(update={key: median(key) for key in ("F", "B", "W", "activation_bytes")} | {"BW": None})
 
 
 def model_flops(model: Model, training: Training) -> float:
