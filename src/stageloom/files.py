@@ -48,13 +48,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """A YAML or JSON file whose top level is a mapping. Raises InputError naming file and line."""
+def read_mapping(path: str | Path, example: str = "F: 1.0") -> dict[str, Any]:
+    """A YAML or JSON file whose top level is a mapping, of lines such as `example`.
+
+    Raises InputError naming file and line.
+    """
     file = Path(path)
     text = read_text(file, "a YAML or JSON file")
     data = parse_json(text, str(path)) if file.suffix == ".json" else _parse_yaml(text, str(path))
     if not isinstance(data, dict):
-        raise InputError(f"{path}: holds no mapping; expected lines of `key: value`, such as `F: 1.0`")
+        raise InputError(f"{path}: holds no mapping; expected lines of `key: value`, such as `{example}`")
     return {str(key): value for key, value in data.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 

@@ -1,7 +1,8 @@
 """What a model is trained on: groups of equal nodes, their GPUs, and the links inside and between nodes.
 
 Every figure is the hardware's nominal one (a datasheet's peak without sparsity, a link's rate in one direction); what
-is reached of it is the cost model's to say."""
+is reached of it is the cost model's to say.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Cluster:
     oversubscription: how many times more bandwidth the nodes have than the network between them carries when all send
     far (1: none missing). A synchronous step waits for the slowest GPU, so `gpu`, `inside`, `between` and
     `gpus_per_node` of a mixed cluster are the worst of its groups in each respect; `group(n)` is the truth about one
-    GPU."""
+    GPU.
+    """
 
     name: str
     groups: tuple[NodeGroup, ...]
@@ -129,9 +131,9 @@ def cluster(
     Raises InputError where the GPUs do not fill whole nodes.
     """
     if gpus < 1 or gpus_per_node < 1:
-        raise InputError(f"{name}: {gpus} GPUs in nodes of {gpus_per_node}; at least 1 of each is needed")
+        raise InputError(f"{gpus} GPUs in nodes of {gpus_per_node}; at least 1 of each is needed")
     size = min(gpus, gpus_per_node)
     if gpus % size:
         below = gpus // size * size
-        raise InputError(f"{name}: {gpus} GPUs do not fill nodes of {size}; nearest: {below} or {below + size}")
+        raise InputError(f"{gpus} GPUs do not fill nodes of {size}; nearest: {below} or {below + size}")
     return Cluster(name, (NodeGroup(gpus // size, size, gpu, inside, between),), oversubscription)

@@ -2,7 +2,8 @@
 
 A layer is attention and either one MLP or a set of experts, each with the norms before (or after) it. All widths are
 in elements, all counts of parameters are exact: a test holds them equal to those of the modules that `transformers`
-builds."""
+builds.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from stageloom.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one short
-    vector.
+    """Multi-head latent attention: keys and values come from one short vector (arXiv 2405.04434, section 2.1).
 
     query_rank: width of the compressed queries, None where queries are not compressed; kv_rank: of the compressed
     keys and values; a head's query and key have `nope_width` elements from these and `rope_width` with rotary
-    positions."""
+    positions.
+    """
 
     query_rank: int | None
     kv_rank: int
@@ -98,7 +99,8 @@ class Layer:
     """Attention and one of `mlp` and `experts`. parallel: both read the same input (GPT-NeoX), and are added.
 
     norms: how many norms of the hidden width (2 before attention and MLP; Phi has 1, Gemma 2 has 4); norm_bias: each
-    has a bias beside its scale."""
+    has a bias beside its scale.
+    """
 
     attention: Attention
     mlp: Mlp | None = None
@@ -121,7 +123,8 @@ class Model:
     modules (DeepSeek-V3, arXiv 2412.19437, section 2.2), each a layer like the last one, three norms and a projection
     of two hidden widths to one; they use the model's embedding and head. norm_bias: the last norm has a bias;
     head_bias: the head has one. context: the longest sequence that the configuration allows, None where it does not
-    say. source: where the figures are from."""
+    say. source: where the figures are from.
+    """
 
     name: str
     hidden: int
@@ -146,7 +149,8 @@ class Count:
 
     attention, mlp: cut by tensor parallelism. experts: all routed experts, cut by expert parallelism; experts_active:
     those that one token uses. shared: shared experts, which expert parallelism does not cut. router, norms: never
-    cut."""
+    cut.
+    """
 
     attention: int
     mlp: int
@@ -221,8 +225,10 @@ def embedding_parameters(model: Model) -> int:
 
 
 def head_parameters(model: Model) -> int:
-    """Parameters of the output projection; 0 where it is the embedding's matrix (a last stage of its own holds a
-    copy)."""
+    """Parameters of the output projection, 0 where it is the embedding's matrix.
+
+    Where first and last stage are not on one rank, both hold that matrix.
+    """
     return (0 if model.tied else model.vocabulary * model.hidden) + model.head_bias * model.vocabulary
 
 

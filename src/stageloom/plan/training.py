@@ -15,7 +15,8 @@ DTYPES: Final = get_args(Dtype)
 RECOMPUTES: Final = get_args(Recompute)
 OPTIMIZERS: Final[dict[str, int]] = {"adam": 12, "adam-bf16": 8, "sgd": 8}
 """Bytes of state a parameter, the FP32 master copy included: two FP32 moments, two BF16 ones (DeepSeek-V3, section
-3.3.3), one FP32."""
+3.3.3), one FP32.
+"""
 
 MOST_SEQUENCES: Final = 1_000_000
 """More sequences in one step than anybody trains with: whoever gives more means tokens."""
@@ -31,8 +32,9 @@ class Training:
     optimiser state, 2 and gradients, 3 and parameters. recompute: nothing; the attention core ("selective", arXiv
     2205.05198); whole layers ("full"); or one of these a layer of the model. sequence_parallel: norms and residuals
     cut along the sequence over the tensor-parallel ranks. communication_share: share of the GPU's multiprocessors
-    that all-to-alls take (DeepSeek-V3: 20 of 132). tokens: how many the run is to see, None without a target. Raises
-    InputError naming the field, its value and what would be right."""
+    that all-to-alls take (DeepSeek-V3: 20 of 132). tokens: how many the run is to see, None without a target.
+    Raises InputError naming the field, its value and what would be right.
+    """
 
     sequence: int
     global_batch: int
