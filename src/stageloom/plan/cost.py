@@ -104,7 +104,8 @@ def _stage(
         )
         joint += predicted * (more.backward + more.weight)
         whole, paired = whole + predicted * more.total, paired + predicted * more.total
-        counted = [*counted, ((model.layers[-1], words_of(model, layout)[-1]), predicted)]
+        more_layers: tuple[Layer, Recompute] = (model.layers[-1], words_of(model, layout)[-1])
+        counted = [*counted, (more_layers, predicted)]
     for (layer, word), count in counted:
         one = layer_times(layer, s, word)
         gathers = _gathers(model, layout, s, layer, one)

@@ -126,8 +126,22 @@ def layer_times(layer: Layer, setting: Setting, recompute: Recompute) -> LayerTi
     if recompute == "full":
         again, host_again = (attention + mlp + tensor + dispatch + combine).forward, host[0]
     elif recompute == "selective":
-        again = core if setting.software.attention == "unfused" else edges[0].forward / 2
+        again = core if setting.software.attention == "unfused" else _cheap(layer, setting)
     return LayerTimes(attention, mlp, tensor, dispatch, combine, again, host[0], host[1] + host_again)
+
+
+def _cheap(layer: Layer, s: Setting) -> float:
+    """What is worth doing again where attention is fused: norms, the MLP's activation, and latent attention's
+    projections up (DeepSeek-V3, sections 3.2.3 and 3.3.3)."""
+    again = Tally(s.on).moved(4.0 * layer.norms * s.tokens * s.hidden / s.cut, layer.norms).seconds
+    if layer.experts is not None:
+        wide = s.tokens / s.tensor * layer.experts.per_token * layer.experts.width
+        again += _activation(s, wide, layer.experts.gated, False).forward
+    elif layer.mlp is not None:
+        again += _activation(s, s.tokens * layer.mlp.width / s.tensor, layer.mlp.gated, False).forward
+    if layer.attention.latent is None:
+        return again
+    return again + _up(layer.attention, s, layer.attention.heads / s.tensor).forward
 
 
 def _host(layer: Layer, s: Setting) -> tuple[float, float]:
@@ -185,10 +199,17 @@ def _latent(a: Attention, s: Setting, heads: float) -> Pass:
     n, of = s.tokens, a.latent
     # The projections down are small and not cut by tensor parallelism.
     parts = _linear(s, n, s.hidden, of.kv_rank + of.rope_width)
-    parts += _linear(s, n, of.kv_rank, heads * (of.nope_width + a.value_width))
-    if of.query_rank is None:
-        return parts + _linear(s, n, s.hidden, heads * a.head_width)
-    return parts + _linear(s, n, s.hidden, of.query_rank) + _linear(s, n, of.query_rank, heads * a.head_width)
+    parts += _up(a, s, heads)
+    return parts + _linear(s, n, s.hidden, heads * a.head_width if of.query_rank is None else of.query_rank)
+
+
+def _up(a: Attention, s: Setting, heads: float) -> Pass:
+    """From the short vectors to the heads' queries, keys and values."""
+    assert a.latent is not None
+    keys = _linear(s, s.tokens, a.latent.kv_rank, heads * (a.latent.nope_width + a.value_width))
+    if a.latent.query_rank is None:
+        return keys
+    return keys + _linear(s, s.tokens, a.latent.query_rank, heads * a.head_width)
 
 
 def _unfused_core(a: Attention, s: Setting, heads: float) -> Pass:

@@ -20,10 +20,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Seconds of a step outside the pipeline's passes. reduce: per rank, its gradients over its data-parallel
-    replicas; exposed: of that, per rank, what does not run beside the last backward; spans: per rank, from the start
-    of the step (where steps roll on: the rank's own first pass) until it has its reduced gradients; tied: the embedding's gradient between first and last stage;
-    optimizer: its step; step: what the host does once a step."""
+    """Seconds of a step outside the pipeline's passes.
+
+    reduce: per rank, its gradients over its data-parallel replicas; exposed: of that, per rank, what does not run
+    beside the last backward; spans: per rank, from the start of the step (where steps roll on: the rank's own first
+    pass) until it has its reduced gradients; tied: the embedding's gradient between first and last stage; optimizer:
+    its step; step: what the host does once a step."""
 
     reduce: Floats
     exposed: Floats

@@ -22,7 +22,8 @@ DEPTH = 4096  # of a tile's product: together the unit in which a product's size
 class Machine:
     """What one GPU of a cluster reaches. peak: of projections, flop/s; core_peak: of attention's products, which stay
     in 16 bits; memory, scores: bytes/s, of kernels that move data and of those on attention's
-    scores; width: bytes of a product's inputs; inside, between: bytes/s of the links;
+    scores; width: bytes of a product's inputs; inside, between: bytes/s of the links,
+    exchange_*: by all-to-alls;
     *_latency: of a step of a ring; start: of a collective."""
 
     peak: float
@@ -37,6 +38,8 @@ class Machine:
     node: int
     inside: float
     between: float
+    exchange_inside: float
+    exchange_between: float
     inside_latency: float
     between_latency: float
     start: float
@@ -50,7 +53,7 @@ def machine(cluster: Cluster, dtype: Dtype, constants: Constants) -> Machine:
     core = gpu.peak.get("bf16", gpu.peak.get("fp16", gpu.peak[dtype])) if dtype == "fp8" else gpu.peak[dtype]
     network = between.bandwidth / cluster.oversubscription
     return Machine(
-        peak=gpu.peak[dtype] * constants.product_share,
+        peak=gpu.peak[dtype] * (constants.product_share_fp8 if dtype == "fp8" else constants.product_share),
         core_peak=core * constants.product_share,
         memory=gpu.bandwidth * constants.memory_share,
         scores=gpu.bandwidth * constants.score_share,
@@ -62,6 +65,8 @@ def machine(cluster: Cluster, dtype: Dtype, constants: Constants) -> Machine:
         node=cluster.gpus_per_node,
         inside=inside.bandwidth * constants.inside_share,
         between=network * constants.network_share,
+        exchange_inside=inside.bandwidth * constants.exchange_share,
+        exchange_between=network * constants.exchange_share,
         inside_latency=inside.latency,
         between_latency=between.latency,
         start=constants.collective,
