@@ -1,4 +1,4 @@
-"""`python -m benchmarks [speed|published|runtime|predicted|search|all] [--runs N] [--seconds N] [--write]`."""
+"""`python -m benchmarks [speed|published|planning|runtime|predicted|search|all] [--runs N] [--seconds N] [--write]`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.report import Table
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
+VALIDATION: Final = ROOT / "docs" / "validation.md"
 WIDTH: Final = 120
 RESULTS: Final = ROOT / "benchmarks" / "results.json"
 
@@ -68,16 +69,28 @@ def show(tables: Iterable[Table], console: Console) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, and published tables recomputed.")
-    choices = ("speed", "published", "runtime", "predicted", "search", "all")
+    choices = ("speed", "published", "planning", "runtime", "predicted", "search", "all")
     parser.add_argument("what", nargs="?", choices=choices, default="speed")
     parser.add_argument("--runs", type=int, default=15, help="runs of each measurement (default 15)")
     parser.add_argument("--seconds", type=float, default=30.0, help="effort of a hard search (search; default 30)")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and results.json (all)")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write {PAGE.relative_to(ROOT)} and results.json (all), or {VALIDATION.relative_to(ROOT)} (planning)",
+    )
     given = parser.parse_args()
     if given.runs < 1:
         parser.error("--runs: at least 1 is needed")
     console = Console()
     console = console if console.width >= WIDTH else Console(width=WIDTH)
+    if given.what == "planning":
+        from benchmarks import planning
+
+        shown = show(planning.tables(), console)
+        if given.write:
+            VALIDATION.write_text(planning.page(shown), encoding="utf-8")
+            console.print(f"wrote {VALIDATION.relative_to(ROOT)}")
+        return
     everything = given.what == "all" or given.write
     measured = show(speed.tables(given.runs), console) if everything or given.what == "speed" else []
     recomputed = show(published.tables(), console) if everything or given.what == "published" else []

@@ -160,10 +160,10 @@ def _linear(s: Setting, rows: float, inputs: float, outputs: float, batch: float
     weight = Tally(s.on).product(outputs, inputs, rows, batch=batch, out=8.0 if fused else 2.0)
     if not fused:
         weight.moved(6.0 * inputs * outputs * batch)
-    if s.on.width == 1.0:  # 8 bits: read 16, write 8; the backward casts along both dimensions
+    if s.on.width == 1.0:  # cast to 8 bits: gradients along both dimensions, inputs back and along the other one
         forward.moved(3.0 * rows * inputs * batch)
-        backward.moved(4.0 * rows * outputs * batch)
-        weight.moved(3.0 * rows * inputs * batch)
+        backward.moved(6.0 * rows * outputs * batch, 2)
+        weight.moved(6.0 * rows * inputs * batch, 2)
     return Pass(forward.seconds, backward.seconds, weight.seconds)
 
 

@@ -124,7 +124,8 @@ def stage_bytes(model: Model, training: Training, layout: Layout, s: Setting, pa
         layers = [next(rest) for _ in range(count)]
         last = at == len(layout.layers) - 1
         if last:
-            layers.extend([(model.layers[-1], words[-1])] * model.predicted)
+            module: tuple[Layer, Recompute] = (model.layers[-1], words[-1])
+            layers += [module] * model.predicted
         kept = inputs = dense = routed = working = 0.0
         for layer, word in layers:
             key = (id(layer), word)
