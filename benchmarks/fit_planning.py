@@ -25,6 +25,7 @@ TIMES: Final = ("korthikanti", "megatron table 1", "zb throughput", "vtrain mult
 
 START: Final = Constants(
     product_share=0.8,
+    product_share_fp8=0.5,
     product_tiles=120.0,
     memory_share=0.8,
     score_share=0.55,
@@ -38,6 +39,7 @@ START: Final = Constants(
     host_head=1e-3,
     inside_share=0.78,
     network_share=0.95,
+    exchange_share=0.61,
     collective=3.5e-5,
     message=4e-4,
     step=1e-2,

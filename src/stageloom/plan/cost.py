@@ -16,7 +16,8 @@ from stageloom.anatomy import Parts, anatomy
 from stageloom.costs import Costs, Link
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants, fitted
-from stageloom.plan.cost_layer import LayerTimes, Pass, Setting, layer_times
+from stageloom.plan.cost_layer import LayerTimes, layer_times
+from stageloom.plan.cost_setting import Pass, Setting
 from stageloom.plan.cost_work import Machine, Tally, all_reduce, machine, ring
 from stageloom.plan.layout import Layout
 from stageloom.plan.memory_stage import StageBytes, stage_bytes, words_of

@@ -9,55 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stageloom.plan.constants import Constants
 from stageloom.plan.cost_experts import all_to_all, exchange
-from stageloom.plan.cost_work import Machine, Tally, ring
+from stageloom.plan.cost_setting import Pass, Setting
+from stageloom.plan.cost_work import Tally, ring
 from stageloom.plan.model import Attention, Experts, Layer, Mlp
-from stageloom.plan.software import Software
 from stageloom.plan.training import Recompute
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a layer's time depends on beside the layer. tokens: of a micro-batch; the rest as in `Layout`.
-
-    rotary: positions are turned into queries and keys. replicas: GPUs over which parameters are gathered (ZeRO 3)."""
-
-    on: Machine
-    constants: Constants
-    software: Software
-    hidden: int
-    sequence: int
-    microbatch: int
-    tensor: int
-    expert: int
-    sequence_parallel: bool
-    rotary: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.sequence * self.microbatch
-
-    @property
-    def cut(self) -> int:
-        """Over how many GPUs norms and residuals are cut along the sequence."""
-        return self.tensor if self.sequence_parallel else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Seconds of the three passes: F, the gradient of the input, the gradient of the weights."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +31,7 @@ class LayerTimes:
     recompute: float
     host_forward: float
     host_backward: float
+    host_recompute: float
 
     @property
     def gpu(self) -> Pass:
@@ -87,7 +44,7 @@ class LayerTimes:
 
     @property
     def B(self) -> float:
-        return max(self.gpu.backward, self.host_backward * BACKWARD_SHARE)
+        return max(self.gpu.backward, self.host_backward * BACKWARD_SHARE + self.host_recompute)
 
     @property
     def W(self) -> float:
@@ -95,7 +52,7 @@ class LayerTimes:
 
     @property
     def BW(self) -> float:
-        return max(self.gpu.backward + self.gpu.weight, self.host_backward)
+        return max(self.gpu.backward + self.gpu.weight, self.host_backward + self.host_recompute)
 
 
 BACKWARD_SHARE = 0.7
@@ -127,7 +84,7 @@ def layer_times(layer: Layer, setting: Setting, recompute: Recompute) -> LayerTi
         again, host_again = (attention + mlp + tensor + dispatch + combine).forward, host[0]
     elif recompute == "selective":
         again = core if setting.software.attention == "unfused" else _cheap(layer, setting)
-    return LayerTimes(attention, mlp, tensor, dispatch, combine, again, host[0], host[1] + host_again)
+    return LayerTimes(attention, mlp, tensor, dispatch, combine, again, host[0], host[1], host_again)
 
 
 def _cheap(layer: Layer, s: Setting) -> float:

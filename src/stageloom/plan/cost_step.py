@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageloom.plan.cost_layer import Setting
+from stageloom.plan.cost_setting import Setting
 from stageloom.plan.cost_work import all_reduce, ring
 from stageloom.plan.layout import Layout
 from stageloom.plan.memory_stage import StageBytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stageloom.plan.cost_layer import Setting
+from stageloom.plan.cost_setting import Setting
 from stageloom.plan.layout import Layout
 from stageloom.plan.model import (
     Layer,

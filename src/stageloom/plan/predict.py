@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -70,8 +70,9 @@ def predict(
 ) -> Prediction:
     """One step of `model` laid out as `layout`, with the schedule of this name, or this one.
 
-    measured: costs of a profile, which replace those of the model. Raises InputError where layout, schedule or batch
-    do not go together, ConstraintError where the schedule cannot be built at these sizes.
+    measured: costs of a profile; what they say (in their unit) replaces what the model says, key by key. Raises
+    InputError where layout, schedule or batch do not go together, ConstraintError where the schedule cannot be built
+    at these sizes.
     """
     check(model, cluster, training, layout)
     s = setting(model, cluster, training, layout, fitted() if constants is None else constants, software)
@@ -79,7 +80,8 @@ def predict(
 
     def costs(paths: int) -> tuple[Costs, list[StageBytes]]:
         held = stage_bytes(model, training, layout, s, paths)
-        return (costs_of(times, held, s, layout) if measured is None else measured), held
+        modelled = costs_of(times, held, s, layout)
+        return (modelled if measured is None else replaced(modelled, measured)), held
 
     order = schedule if isinstance(schedule, Schedule) else build(schedule, layout, training, lambda: costs(1)[0])
     if (order.ranks, order.stages) != (layout.pipeline, layout.stages):
@@ -108,6 +110,41 @@ def predict(
         beside=around,
         timeline=timeline,
     )
+
+
+TIMES: Final = ("F", "B", "W", "BW", "overlap_time", "latency", "overhead")
+
+
+def replaced(modelled: Costs, measured: Costs) -> Costs:
+    """The model's costs with every key that `measured` sets in its place, in seconds. Raises InputError where the
+    measured times have no unit."""
+    if measured.seconds is None:
+        raise InputError(
+            "measured costs: unit is missing; s, ms or us is needed to set them beside the model's seconds"
+        )
+    given = measured.model_fields_set - {"unit"}
+    # Where parts were measured, their F, B, W and pair are there as well, computed from them.
+    changed = {key: getattr(measured, key) for key in given if key != "anatomy"}
+    scale = measured.seconds
+    for key in given & set(TIMES):
+        changed[key] = _scaled(changed[key], scale)
+    if "links" in given:
+        changed["links"] = tuple(
+            link.model_copy(update={"latency": None if link.latency is None else link.latency * scale})
+            for link in measured.links
+        )
+    kept = {key: getattr(modelled, key) for key in modelled.model_fields_set - given}
+    if given & {"B", "W"} and "BW" not in given:
+        kept.pop("BW", None)
+    if "overlap_time" in given:
+        kept.pop("overlap_fraction", None)
+    return Costs(**kept, **changed)
+
+
+def _scaled(value: float | list[float] | None, scale: float) -> float | list[float] | None:
+    if value is None:
+        return None
+    return [one * scale for one in value] if isinstance(value, list) else value * scale
 
 
 @lru_cache(maxsize=512)
