@@ -6,7 +6,6 @@ loss and multi-token-prediction modules on the last.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,13 +41,12 @@ class StageTimes:
     fraction: float
 
 
-@lru_cache(maxsize=256)
 def setting(
     model: Model, cluster: Cluster, training: Training, layout: Layout, constants: Constants, software: Software
 ) -> Setting:
     """What the layers' times depend on. Raises InputError where the GPU has no products of the training's type."""
     return Setting(
-        on=machine(cluster, training.dtype, constants),
+        on=_machine(cluster, training.dtype, constants),
         constants=constants,
         software=software,
         hidden=model.hidden,
@@ -59,6 +57,18 @@ def setting(
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         rotary=model.positions == 0,
     )
+
+
+_machine = lru_cache(maxsize=256)(machine)
+
+
+def counts(layers: Iterable[tuple[Layer, Recompute]]) -> list[tuple[tuple[Layer, Recompute], int]]:
+    """Layers that are one object, counted: a model repeats few, and to compare them by value takes long."""
+    found: dict[tuple[int, str], tuple[tuple[Layer, Recompute], int]] = {}
+    for one in layers:
+        key = (id(one[0]), one[1])
+        found[key] = (one, found[key][1] + 1 if key in found else 1)
+    return list(found.values())
 
 
 def stages_of(model: Model, layout: Layout) -> list[list[tuple[Layer, Recompute]]]:
@@ -95,7 +105,7 @@ def _stage(
     forward, backward, weight, joint = ends.forward, ends.backward, ends.weight, ends.backward + ends.weight
     exposed = Pass()
     whole = paired = forward + joint
-    counted: Iterable[tuple[tuple[Layer, Recompute], int]] = Counter(layers).items()
+    counted: list[tuple[tuple[Layer, Recompute], int]] = counts(layers)
     if predicted:
         more = head(model, s, projection=True)
         forward, backward, weight = (
@@ -106,7 +116,7 @@ def _stage(
         joint += predicted * (more.backward + more.weight)
         whole, paired = whole + predicted * more.total, paired + predicted * more.total
         module: tuple[Layer, Recompute] = (model.layers[-1], words_of(model, layout)[-1])
-        counted = [*counted, (module, predicted)]
+        counted.append((module, predicted))
     for (layer, word), count in counted:
         one = layer_times(layer, s, word)
         gathers = _gathers(model, layout, s, layer, one)

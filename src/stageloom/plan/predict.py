@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +13,7 @@ from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants, fitted
-from stageloom.plan.cost import costs_of, setting, stage_times
+from stageloom.plan.cost import costs_of, counts, setting, stage_times
 from stageloom.plan.cost_step import Beside, beside
 from stageloom.plan.layout import Layout, check
 from stageloom.plan.memory import RankMemory, memory
@@ -177,7 +176,7 @@ def model_flops(model: Model, training: Training) -> float:
     """Floating-point operations that a step needs: three products (forward, two gradients) with every parameter that
     a token uses but the embedding's, and with attention's whole square."""
     parameters = 0.0
-    for layer, count in Counter(model.layers).items():
+    for (layer, _), count in counts((layer, "none") for layer in model.layers):
         used = layer_parameters(model, layer)
         parameters += count * (used.active - used.norms)
         a = layer.attention
