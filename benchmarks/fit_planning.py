@@ -54,7 +54,7 @@ MEANING: Final[dict[str, tuple[str, str, str]]] = {
 FREE: Final = tuple(
     field.name
     for field in fields(Constants)
-    if field.name not in ("product_tiles", "attention_forward", "attention_backward")
+    if field.name not in ("attention_forward", "attention_backward")
 )
 
 

@@ -254,7 +254,7 @@ def _edges(layer: Layer, s: Setting) -> tuple[Pass, Pass]:
         forward, backward = Tally(s.on), Tally(s.on)
         for _ in range(norms):
             forward.moved(4.0 * n)
-            backward.moved(6.0 * n).moved(4.0 * n)
+            backward.moved(6.0 * n)
         forward.moved((7.0 if s.software.dropout else 6.0) * n)
         backward.moved(7.0 * n * s.software.dropout).moved(6.0 * n)
         halves.append(Pass(forward.seconds, backward.seconds))
