@@ -57,25 +57,19 @@ def held(setup: Setup, layout: Layout, form: Form) -> Held:
     return Held(fixed, kept / form.slices)
 
 
-def memory_floor(setup: Setup, cut: Cut, form: Form, layers: tuple[int, ...]) -> float:
-    """Bytes of the fullest GPU, with a single micro-batch under way."""
-    layout = setup.layout(cut, form.chunks, layers)
-    found, placement = held(setup, layout, form), form.placement(cut.pipeline)
+def memory_floor(setup: Setup, layout: Layout, form: Form, limit: float) -> float:
+    """Bytes of the fullest GPU: with a single micro-batch under way; where that is within `limit`, with as many as the
+    order has, which is not known of one that is searched for costs."""
+    found, placement = held(setup, layout, form), form.placement(layout.pipeline)
     table, stages = placement.table, np.arange(placement.stages)
     each: list[float] = []
     for number, path in enumerate(table):
-        live = np.zeros((cut.pipeline, *table.shape))
+        live = np.zeros((layout.pipeline, *table.shape))
         live[path, number, stages] = 1.0
         each.append(found.floor(live))
-    return max(each)
-
-
-def order_floor(setup: Setup, layout: Layout, form: Form) -> float:
-    """Bytes of the fullest GPU, with as many micro-batches under way as the order has; 0 for an order that is searched
-    for costs."""
-    if form.searched:
-        return 0.0
-    return held(setup, layout, form).floor(_live(form, layout.pipeline, layout.microbatches(setup.training)))
+    if form.searched or max(each) > limit:
+        return max(each)
+    return max(*each, found.floor(_live(form, layout.pipeline, layout.microbatches(setup.training))))
 
 
 @lru_cache(maxsize=4096)

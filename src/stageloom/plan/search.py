@@ -20,7 +20,7 @@ from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants, fitted
 from stageloom.plan.crew import Crew
 from stageloom.plan.floors import Setup, cut_floor, items, stage_sums, time_floor
-from stageloom.plan.floors_memory import cut_memory_floor, memory_floor, order_floor
+from stageloom.plan.floors_memory import cut_memory_floor, memory_floor
 from stageloom.plan.forms import Form, forms
 from stageloom.plan.layout import Layout, spread
 from stageloom.plan.load_training import agree
@@ -170,7 +170,7 @@ class _Run:
                 self._open(one.cut)
                 continue
             layout = self.setup.layout(one.cut, one.form.chunks, one.layers)
-            one.memory = max(one.memory, order_floor(self.setup, layout, one.form))
+            one.memory = memory_floor(self.setup, layout, one.form, self.limit)
             if one.memory > self.limit:
                 self.dropped["memory"] += 1
                 self.verdicts.short(one.cut, one.form, one.memory)
@@ -195,25 +195,16 @@ class _Run:
             self.dropped["memory"] += 1
             self.verdicts.short(cut, None, least)
             return
-        known: dict[Any, tuple[tuple[int, ...], float]] = {}
         for form in self._forms(cut.pipeline):
             refused = form.refusal(cut.pipeline, self._microbatches(cut))
             if refused is not None:
                 self.dropped["cannot be built"] += 1
                 self.verdicts.refused(form, refused)
                 continue
-            placement = form.placement(cut.pipeline)
-            if placement not in known:
-                layers = self._layers(cut, form)
-                known[placement] = layers, memory_floor(self.setup, cut, form, layers)
-            layers, memory = known[placement]
-            if memory > self.limit:
-                self.dropped["memory"] += 1
-                self.verdicts.short(cut, form, memory)
-                continue
+            layers = self._layers(cut, form)
             sums = stage_sums(self.setup, cut, form, layers)
             floor = time_floor(sums, form, cut.pipeline, self._microbatches(cut))
-            heapq.heappush(self.heap, _Open(floor, self._rank(cut, form), cut, form, layers, memory))
+            heapq.heappush(self.heap, _Open(floor, self._rank(cut, form), cut, form, layers))
 
     def _layers(self, cut: Cut, form: Form) -> tuple[int, ...]:
         stages = cut.pipeline * form.chunks
