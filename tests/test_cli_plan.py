@@ -124,7 +124,7 @@ BAD = [
     ),
     (
         "plan --model llama3-8b --cluster h100x8 --seq 9000 --global-batch 16",
-        "sequence: 9,000; llama3-8b has a context",
+        "sequence: 9,000; llama3-8b has a",
     ),
     (f"{BASE} --dtype int4", "job: dtype: 'int4'; one of bf16, fp16, fp8 is needed"),
     (f"{BASE} --optimizer lion", "job: optimizer: 'lion'; one of"),
@@ -141,7 +141,7 @@ BAD = [
     (f"{BASE} --ep 2", "expert = 2; it has to divide the experts of llama3-8b: 1"),
     (f"{BASE} --pp 8 --chunks 8", "pipeline 8 x chunks 8 is 64 stages; llama3-8b has 32 layers, so at most 4 chunks"),
     (f"{BASE} --schedule 2f2b", "no schedule named '2f2b'"),
-    (f"{BASE} --pp 8 --dp 1 --schedule zb-v --microbatch 16", "zb-v:"),
+    (f"{BASE} --pp 1 --schedule dualpipe", "dualpipe: P = 1; its two directions need an even number of ranks"),
     (f"{BASE} --optimised -1", "--optimised -1: seconds from 0 to 3600 are needed"),
     (f"{BASE} --workers 0", "--workers 0: at least 1 is needed"),
     (f"{BASE} --launch slurm", "Invalid value for '--launch': 'slurm' is not one of"),

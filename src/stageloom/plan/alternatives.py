@@ -124,7 +124,7 @@ def why(one: Scored, best: Scored) -> str:
     gains = {key: one.parts[key] - best.parts[key] for key in best.parts}
     worst = max(gains, key=lambda key: gains[key])
     text = WORDS[worst].format(f"{gains[worst]:.3g} s")
-    if worst == "idle":
+    if worst == "idle" and one.bubble > best.bubble + 0.0005:
         text += f" (bubble {100 * one.bubble:.1f} % instead of {100 * best.bubble:.1f} %)"
     gained = min(gains, key=lambda key: gains[key])
     if gains[gained] < -0.1 * gains[worst]:

@@ -87,12 +87,11 @@ def _saved(plan: Plan) -> str:
 
 def _step(plan: Plan) -> Section:
     parts = plan.prediction.parts
-    rows = tuple((key, f"{value:.3g} s", share(value / plan.best.seconds)) for key, value in parts.items() if value > 0)
+    parts = {key: value for key, value in parts.items() if value > 1e-6 * plan.best.seconds}
+    rows = tuple((key, f"{value:.3g} s", share(value / plan.best.seconds)) for key, value in parts.items())
     return Section(
         "Where the step goes, on the rank that is done last",
-        table=Table(
-            ("part", "time", "share"), rows, bars=tuple(v / plan.best.seconds for v in parts.values() if v > 0)
-        ),
+        table=Table(("part", "time", "share"), rows, bars=tuple(value / plan.best.seconds for value in parts.values())),
     )
 
 
@@ -193,6 +192,11 @@ def _rollback(found: Rollback | None) -> Section:
         f"more than {found.seconds:.4g} s: then the simpler schedule is as fast by its own simulation.",
         "By rank: " + " ".join(f"{100 * value:.1f}" for value in found.trigger) + " %.",
     ]
+    if found.equal is not None:
+        lines.append(
+            f"{found.equal.schedule} ({layout(found.equal)}, {found.equal.seconds:.4g} s) is simpler and as good for all "
+            "that a prediction can tell: begin with it unless the plan's schedule costs nothing to set up."
+        )
     if found.unpaired is not None:
         verdict = "slower than" if found.unpaired > found.seconds else "still faster than"
         lines.append(

@@ -21,18 +21,22 @@ from stageloom.simulate import Timeline
 MOST = 2.0
 """A simpler schedule that takes more than this many times as long is none to go back to."""
 
+CLOSE = 0.02
+"""Steps that differ by less are equal for all that a prediction can tell."""
+
 STEPS = 1000
 """Steps over which utilisation is to be measured, after warming up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """to: the fastest simpler schedule that fits, in the same layout or 1F1B in its own; expected, trigger: utilisation
+    """to: the fastest simpler schedule that fits and is not as good, in the same layout or 1F1B in its own; expected, trigger: utilisation
     of each rank (busy time over the step) as planned, and below which to change; seconds: the step above which to
     change.
 
     unpaired: seconds of a step whose overlapped pairs take as long as their parts one after another; None where there
-    are no pairs, or nothing that they hide.
+    are no pairs, or nothing that they hide. equal: the simplest schedule that is within `CLOSE` of the plan, and so as
+    good for all that a prediction can tell; None where there is none.
     """
 
     to: Scored
@@ -40,6 +44,7 @@ class Rollback:
     trigger: tuple[float, ...]
     seconds: float
     unpaired: float | None
+    equal: Scored | None
 
     @property
     def worst(self) -> int:
@@ -56,7 +61,9 @@ def rollback(setup: Setup, best: Scored, found: Prediction, others: Iterable[Sco
     ]
     if not simpler:
         return None
-    to = min(simpler, key=lambda one: one.place)
+    close = [one for one in simpler if one.seconds < best.seconds * (1 + CLOSE)]
+    # A trigger next to the plan itself would go off by chance.
+    to = min([one for one in simpler if one not in close] or simpler, key=lambda one: one.place)
     busy = busy_times(found.timeline)
     return Rollback(
         to=to,
@@ -64,6 +71,7 @@ def rollback(setup: Setup, best: Scored, found: Prediction, others: Iterable[Sco
         trigger=tuple((busy / max(to.seconds, found.seconds)).tolist()),
         seconds=max(to.seconds, found.seconds),
         unpaired=_unpaired(setup, best, found),
+        equal=min(close, key=lambda one: (one.form.complexity, one.place), default=None),
     )
 
 

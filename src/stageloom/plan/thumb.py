@@ -93,9 +93,16 @@ def disagreements(
             keeping = [] if one is None else [one.seconds]
         slower = min(keeping) / best.seconds - 1 if keeping else None
         if slower is not None:
-            cost = f"the best plan found that keeps it takes {100 * slower:.1f} % longer"
+            longer = f"{100 * slower:.1f} % longer"
+            if slower < 0:
+                longer = f"{-100 * slower:.1f} % less, and was not allowed"
+            cost = f"the best plan found that keeps it takes {longer}"
         else:
-            cost = "no plan that keeps it fits" if rule.kept else "no plan that was simulated and fits keeps it"
+            cost = (
+                "no plan that is possible keeps it and fits"
+                if rule.kept
+                else "none that was simulated and fits keeps it"
+            )
         found.append(Disagreement(rule.says, slower, f"{rule.says}: here {rule.found(best, cluster)}; {cost}"))
     found += _formula(best)
     return tuple(found)

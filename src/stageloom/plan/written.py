@@ -156,6 +156,7 @@ def data(plan: Plan) -> dict[str, Any]:
             "trigger_utilization": list(rollback.trigger),
             "trigger_seconds": rollback.seconds,
             "unpaired_seconds": rollback.unpaired,
+            "equal": None if rollback.equal is None else _scored(rollback.equal),
         },
         "mesh": plan.mesh,
         "all_to_all": plan.all_to_all,
