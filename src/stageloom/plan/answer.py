@@ -109,7 +109,8 @@ def plan(
     except Refusal as refusal:
         if refusal.reason != "memory" or measured is not None:
             raise
-        raise shortage(model, cluster, training, space, constants, software, measured) from None
+        short = shortage(model, cluster, training, space, constants, software, measured)
+        raise (short if short.reason == "memory" else Refusal(short.reason, str(refusal))) from None
     best = found.best
     at = best.layout
     if space.pipeline is None and (at.tensor, at.pipeline, at.expert) == (1, 1, 1):

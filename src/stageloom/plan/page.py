@@ -194,8 +194,8 @@ def _rollback(found: Rollback | None) -> Section:
     ]
     if found.equal is not None:
         lines.append(
-            f"{found.equal.schedule} ({layout(found.equal)}, {found.equal.seconds:.4g} s) is simpler and as good for all "
-            "that a prediction can tell: begin with it unless the plan's schedule costs nothing to set up."
+            f"{found.equal.schedule} ({layout(found.equal)}, {found.equal.seconds:.4g} s) is simpler, and as good for "
+            "all that a prediction can tell: begin with it unless the plan's schedule costs nothing to set up."
         )
     if found.unpaired is not None:
         verdict = "slower than" if found.unpaired > found.seconds else "still faster than"

@@ -30,9 +30,9 @@ STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """to: the fastest simpler schedule that fits and is not as good, in the same layout or 1F1B in its own; expected, trigger: utilisation
-    of each rank (busy time over the step) as planned, and below which to change; seconds: the step above which to
-    change.
+    """to: the fastest simpler schedule that fits and is not as good, in the same layout or 1F1B in its own; expected,
+    trigger: utilisation of each rank (busy time over the step) as planned, and below which to change; seconds: the step
+    above which to change.
 
     unpaired: seconds of a step whose overlapped pairs take as long as their parts one after another; None where there
     are no pairs, or nothing that they hide. equal: the simplest schedule that is within `CLOSE` of the plan, and so as
@@ -63,7 +63,8 @@ def rollback(setup: Setup, best: Scored, found: Prediction, others: Iterable[Sco
         return None
     close = [one for one in simpler if one.seconds < best.seconds * (1 + CLOSE)]
     # A trigger next to the plan itself would go off by chance.
-    to = min([one for one in simpler if one not in close] or simpler, key=lambda one: one.place)
+    names = {one.schedule for one in close}
+    to = min([one for one in simpler if one.schedule not in names] or simpler, key=lambda one: one.place)
     busy = busy_times(found.timeline)
     return Rollback(
         to=to,

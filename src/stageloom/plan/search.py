@@ -53,7 +53,7 @@ class Progress:
 @dataclass(frozen=True)
 class Found:
     """What a search found. scored: all that was simulated, best first, those that do not fit among them. front: of
-    those that fit, each the fastest for its memory, fastest first. by_layout, by_schedule: why classes lost.
+    those that fit, within `slack` of the best, each the fastest for its memory, fastest first. by_layout, by_schedule: why classes lost.
     cuts, candidates: how many there were; dropped: candidates by what dropped them."""
 
     best: Scored
@@ -269,7 +269,7 @@ class _Run:
         return Found(
             best=ordered[[each.fits for each in ordered].index(True)],
             scored=ordered,
-            front=front(ordered),
+            front=tuple(one for one in front(ordered) if one.seconds <= self._threshold()),
             by_layout=self.verdicts.by_layout(self.setup),
             by_schedule=self.verdicts.by_schedule(self.setup),
             cuts=self.cuts,
