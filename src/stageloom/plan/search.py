@@ -53,8 +53,8 @@ class Progress:
 @dataclass(frozen=True)
 class Found:
     """What a search found. scored: all that was simulated, best first, those that do not fit among them. front: of
-    those that fit, within `slack` of the best, each the fastest for its memory, fastest first. by_layout, by_schedule: why classes lost.
-    cuts, candidates: how many there were; dropped: candidates by what dropped them."""
+    those that fit, within `slack` of the best, each the fastest for its memory, fastest first. by_layout, by_schedule:
+    why classes lost. cuts: how many there were; dropped: candidates by what dropped them."""
 
     best: Scored
     scored: tuple[Scored, ...]
