@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from stageloom.plan.cluster import Cluster, Gpu, Link, cluster
 from stageloom.plan.constants import Constants
-from stageloom.plan.cost_layer import Setting, layer_times
+from stageloom.plan.cost_layer import layer_times
+from stageloom.plan.cost_setting import Setting
 from stageloom.plan.cost_work import all_reduce, machine
 from stageloom.plan.layout import Layout, spread
 from stageloom.plan.model import Layer, Model, gpt
@@ -65,9 +66,7 @@ class Job:
     software: Software
 
     def run(self, constants: Constants) -> Prediction:
-        return predict(
-            self.model, self.cluster, self.training, self.layout, self.schedule, constants, self.software
-        )
+        return predict(self.model, self.cluster, self.training, self.layout, self.schedule, constants, self.software)
 
 
 def job(

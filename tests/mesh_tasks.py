@@ -116,6 +116,24 @@ def train(seat: Any, schedule: Schedule, layout: Layout, make: str, feeds: Feeds
     return found
 
 
+def reload(seat: Any, schedule: Schedule, layout: Layout, wrap: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Load the state of a whole model into wrapped stages that hold zeros: what was to come, and what came."""
+    mesh = mesh_of(layout)
+    numbers = schedule.placement.stages_of[mesh.get_local_rank("pp")][0]
+    modules = {n: WRAPS[wrap](feature_tasks.MAKERS["toy"](n), mesh) for n in numbers}
+    pipeline = Pipeline(schedule, modules, feature_tasks.loss, mesh=mesh, on_task=doing)
+    for parameter in pipeline.parameters():
+        parameter.data.add_(1.0)  # no entry is zero
+    own = {key: whole(tensor) for key, tensor in pipeline.state_dict().items()}
+    everyone: list[Any] = [None] * seat.size
+    dist.all_gather_object(everyone, own, group=seat.group)
+    state = {key: tensor for theirs in everyone for key, tensor in theirs.items()}
+    for parameter in pipeline.parameters():
+        parameter.data.zero_()
+    pipeline.load_state_dict(state)
+    return {key: (state[key], whole(tensor)) for key, tensor in pipeline.state_dict().items()}
+
+
 def _fsdp(module: nn.Module, mesh: DeviceMesh, *names: str, nested: bool = False) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 

@@ -19,6 +19,7 @@ from mesh_tasks import (
     is_expert,
     refused,
     refused_training,
+    reload,
     train,
     train_asynchronously,
     train_experts,
@@ -242,6 +243,23 @@ def test_a_sharded_stage_trains_on(pool: Pool) -> None:
         assert result["losses"] == pytest.approx(losses, rel=0, abs=1e-10)
         for stage, found in result["weights"]:
             same(found, weights[stage], 1.0, f"stage {stage}")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "layout"),
+    [
+        ("fsdp", TWO_BY_TWO),
+        ("nested", TWO_BY_TWO),
+        ("tp", {"pp": 2, "tp": 2}),
+        ("tp fsdp", {"pp": 1, "dp": 2, "tp": 2}),
+    ],
+)
+def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Pool) -> None:
+    for found in pool.run(reload, sl.build("1f1b", layout["pp"], 4), layout, wrap):
+        assert found
+        for name, (wanted, loaded) in found.items():
+            assert torch.equal(wanted, loaded), name
+            assert loaded.abs().sum() > 0
 
 
 @pytest.mark.parametrize("split", ["auto", "deferred"])

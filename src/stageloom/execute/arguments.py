@@ -16,6 +16,7 @@ from stageloom.execute.split import Mode
 from stageloom.schedule import Schedule
 from stageloom.validate import problems
 
+Stages = Mapping[int, nn.Module] | Mapping[tuple[int, int], nn.Module]
 Split = Mode | Literal["auto"]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -25,6 +26,21 @@ def require_sound(schedule: Schedule) -> None:
     found = problems(schedule)
     if found:
         raise ScheduleError(f"{schedule.name} cannot run: {found[0]}", [str(problem) for problem in found])
+
+
+def own_stages(schedule: Schedule, rank: int, stages: Stages) -> dict[tuple[int, int], nn.Module]:
+    """The modules of a rank by (path, stage). Raises InputError where the schedule puts others there."""
+    wanted = {(path, stage) for path, of in enumerate(schedule.placement.stages_of[rank]) for stage in of}
+    given = {(key if isinstance(key, tuple) else (0, key)): module for key, module in stages.items()}
+    if set(given) != wanted:
+        raise InputError(
+            f"rank {rank} of {schedule.name} holds (path, stage) {sorted(wanted)}, "
+            f"but stages are given for {sorted(given, key=str)}"
+        )
+    for key, module in given.items():
+        if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] (from a user)
+            raise InputError(f"stage {key}: is a {type(module).__name__}; expected an nn.Module")
+    return {key: given[key] for key in sorted(wanted)}
 
 
 def check_options(

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 from stageloom.execute.devices import Link, Net, move, to_wire
+from stageloom.execute.tasks import Task
+from stageloom.lower import Code
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,31 @@ def post(spec: Spec, link: Link, net: Net) -> Posted:
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     ]
     return Posted([group.recv([each], rank, 0) for each in buffers], buffers, spec, net)
+
+
+class Posts:
+    """Receives posted ahead: of every sender the next few, in the order sent."""
+
+    def __init__(self, tasks: list[Task], window: int, make: Callable[[Task], Posted]) -> None:
+        self.make = make
+        self.waiting: dict[int, deque[Task]] = {}
+        for task in tasks:
+            if task.code is Code.RECV:
+                self.waiting.setdefault(task.peer, deque()).append(task)
+        self.posted: dict[int, deque[Posted]] = {peer: deque() for peer in self.waiting}
+        for peer in self.waiting:
+            for _ in range(window):
+                self.ahead(peer)
+
+    def ahead(self, peer: int) -> None:
+        """Post one more receive from a sender."""
+        waiting = self.waiting[peer]
+        if waiting:
+            self.posted[peer].append(self.make(waiting.popleft()))
+
+    def take(self, peer: int) -> Posted:
+        """The receive that was posted first."""
+        return self.posted[peer].popleft()
 
 
 def _sendable(tensor: Tensor) -> Tensor:

@@ -34,8 +34,9 @@ from stageloom.errors import InputError
 from stageloom.execute.channel import Spec
 from stageloom.execute.clocks import Offset, offset
 from stageloom.execute.executor import Executor, Net
+from stageloom.execute.feeding import Feed
 from stageloom.execute.measure import message_times
-from stageloom.execute.stage import Feed, Result, StageRunner
+from stageloom.execute.stage import Result, StageRunner
 from stageloom.execute.tasks import Place, Task, tasks_of
 from stageloom.execute.workers import Seat, doing
 from stageloom.lower import Code, lower

@@ -9,7 +9,6 @@ themselves and are dropped when done.
 # (torch leaks unknown types)
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from torch import Tensor
 from stageloom.errors import StageloomError
 from stageloom.execute.channel import (
     Posted,
+    Posts,
     Sender,
     Spec,
     difference,
@@ -102,7 +102,7 @@ class Executor:
         self.clock.begin()
         if announce:
             self.gradient_specs = {}
-        posts = None if announce else _Posts(tasks, self.window, self._post)
+        posts = None if announce else Posts(tasks, self.window, self._post)
         held: Task | None = None  # the first op of a pair that is run together
         for task in tasks:
             if on_task is not None:
@@ -278,28 +278,3 @@ class Executor:
         if keep:
             self.specs[task.place] = spec
         return post(spec, link, self.net)
-
-
-class _Posts:
-    """Receives posted ahead: of every sender the next few, in the order sent."""
-
-    def __init__(self, tasks: list[Task], window: int, make: Callable[[Task], Posted]) -> None:
-        self.make = make
-        self.waiting: dict[int, deque[Task]] = {}
-        for task in tasks:
-            if task.code is Code.RECV:
-                self.waiting.setdefault(task.peer, deque()).append(task)
-        self.posted: dict[int, deque[Posted]] = {peer: deque() for peer in self.waiting}
-        for peer in self.waiting:
-            for _ in range(window):
-                self.ahead(peer)
-
-    def ahead(self, peer: int) -> None:
-        """Post one more receive from a sender."""
-        waiting = self.waiting[peer]
-        if waiting:
-            self.posted[peer].append(self.make(waiting.popleft()))
-
-    def take(self, peer: int) -> Posted:
-        """The receive that was posted first."""
-        return self.posted[peer].popleft()

@@ -5,17 +5,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageloom.errors import InputError
 from stageloom.execute.devices import move
-from stageloom.execute.stage import Feed
 from stageloom.execute.tasks import Place
-from stageloom.execute.tree import cut, flatten, unflatten
+from stageloom.execute.tree import ONE, cut, flatten, leaves, unflatten
 from stageloom.schedule import Schedule
+
+
+@dataclass
+class Feed:
+    """What one step gives a stage: inputs by place (first stage), targets by place (last stage), keyword arguments.
+
+    `scale` multiplies every loss before its backward, `seed` makes random numbers of a place the same wherever it runs;
+    of the global batch, `microbatches_before` come before those of this pipeline.
+    """
+
+    inputs: dict[Place, Any] = field(default_factory=dict[Place, Any])
+    targets: dict[Place, Any] = field(default_factory=dict[Place, Any])
+    kwargs: dict[Place, dict[str, Any]] = field(default_factory=dict[Place, dict[str, Any]])
+    scale: float = 1.0
+    seed: int | None = None
+    microbatches_before: int = 0
+    keep_outputs: bool = False
 
 
 def along(schedule: Schedule) -> int:
@@ -87,3 +104,23 @@ def same(one: Any, other: Any) -> bool:
         return bool(one == other)
     except Exception:
         return False
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def check_output(stage: int, tensors: list[Tensor], structure: Any) -> None:
+    """Refuse what cannot go to the next stage.
+
+    Raises InputError naming the stage.
+    """
+    if structure == ONE:
+        return
+    if not tensors:
+        raise InputError(f"stage {stage} returned no tensor; the next stage would have nothing to compute on")
+    for leaf in leaves(structure):
+        if leaf is not None and not isinstance(leaf, _PLAIN):
+            raise InputError(
+                f"stage {stage} returned a {type(leaf).__name__}; between stages go tensors, numbers, texts and "
+                "None, in tuples, lists and dicts"
+            )

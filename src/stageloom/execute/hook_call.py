@@ -20,7 +20,7 @@ from stageloom.execute.casting import Casting
 from stageloom.execute.engine import Job
 from stageloom.execute.hook import ARGUMENTS, NAME, Hooked, HookEngine
 from stageloom.execute.split import run_backward, run_backward_input
-from stageloom.execute.split_queue import reached
+from stageloom.execute.split_hooks import reached
 from stageloom.execute.stage import Result, StageRunner
 from stageloom.execute.tasks import Place, Task
 from stageloom.lower import Code

@@ -203,6 +203,15 @@ def local(tensor: Tensor) -> Tensor:
     return given.to_local() if is_dtensor(given) else given
 
 
+def placed_as(whole: Tensor, like: Any) -> Tensor:
+    """A whole tensor, the same in all processes, as `like` lies in them; what lies so already stays as it is."""
+    if not is_dtensor(like) or is_dtensor(whole):
+        return whole
+    distribute: Any = sys.modules["torch.distributed.tensor"].distribute_tensor
+    whole = whole.detach().to(like.device)
+    return distribute(whole, like.device_mesh, like.placements, src_data_rank=None)  # nobody has to send it
+
+
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """What lies in this process of a parameter's gradient, placed as the parameter is."""
     gradient, like = parameter.grad, parameter

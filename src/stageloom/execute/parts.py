@@ -28,7 +28,8 @@ from stageloom.execute.channel import has_gradient
 from stageloom.execute.engine import Job
 from stageloom.execute.exchange import AllToAll, Crossing, Part, crossing_of, refuse_open_end, start, tensors_of
 from stageloom.execute.split import Mode, Saved, run_backward, run_backward_input, run_backward_weight, run_forward
-from stageloom.execute.split_queue import Queue, caught, hooks_of, not_recording
+from stageloom.execute.split_hooks import caught, hooks_of
+from stageloom.execute.split_queue import Queue, not_recording
 from stageloom.execute.tree import flatten, unflatten
 
 T = TypeVar("T")

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,47 +15,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stageloom.errors import InputError
 from stageloom.execute.agreement import agree
-from stageloom.execute.arguments import Make, Split, check_options, optimizer_of, refuse_walking_twice, require_sound
+from stageloom.execute.arguments import (
+    Make,
+    Split,
+    Stages,
+    check_options,
+    optimizer_of,
+    own_stages,
+    refuse_walking_twice,
+    require_sound,
+)
 from stageloom.execute.buffers import Buffers
 from stageloom.execute.devices import control_device, device_of, net_of
-from stageloom.execute.executor import Executor, Run
-from stageloom.execute.feeding import along, fill, same, signature
+from stageloom.execute.executor import Executor
+from stageloom.execute.feeding import Feed, along, fill, same, signature
 from stageloom.execute.mesh import Mesh, grid_of
 from stageloom.execute.pairs import has_parts, join_pairs
 from stageloom.execute.replicas import Shared, Tied
+from stageloom.execute.results import StepResult, result_of
 from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
-from stageloom.execute.stage import Feed, StageRunner
+from stageloom.execute.stage import StageRunner
 from stageloom.execute.state import names_of
 from stageloom.execute.tasks import Task, forward_only, tasks_of
 from stageloom.execute.tree import join
 from stageloom.execute.versions import Versions
 from stageloom.lower import Code, lower
 from stageloom.schedule import Schedule
-
-Stages = Mapping[int, nn.Module] | Mapping[tuple[int, int], nn.Module]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave.
-
-    `outputs`: an evaluation's, by micro-batch, on ranks with a last stage. `run`: what this rank did and when.
-    """
-
-    outputs: dict[int, Any]
-    run: Run
-    _total: Tensor  # (sum of losses, their number), summed over ranks once the work is done
-    _work: Any
-
-    @cached_property
-    def loss(self) -> float:
-        """The mean over micro-batches, on every rank; nan where there are none (an evaluation without targets).
-
-        Ranks sum it while they go on; the first look waits for the sum.
-        """
-        self._work.wait()
-        return float(self._total[0] / self._total[1])
 
 
 class Pipeline:
@@ -129,7 +113,7 @@ class Pipeline:
         self.grid = grid_of(mesh, group, schedule)
         self.group = self.grid.pipeline
         self.rank = dist.get_rank(self.group)
-        self.modules = self._own(stages)
+        self.modules = own_stages(schedule, self.rank, stages)
         self.optimizer = optimizer
         self.dynamic, self.static = dynamic, static
         check_options(schedule, loss, split, recompute, tied, dynamic, static, window, optimizer)
@@ -154,20 +138,6 @@ class Pipeline:
         self.buffers = Buffers(self.shared)
 
     # ----------------------------------------------------------------------------------------------- construction
-
-    def _own(self, stages: Stages) -> dict[tuple[int, int], nn.Module]:
-        placement = self.schedule.placement
-        wanted = {(path, stage) for path, of in enumerate(placement.stages_of[self.rank]) for stage in of}
-        given = {(key if isinstance(key, tuple) else (0, key)): module for key, module in stages.items()}
-        if set(given) != wanted:
-            raise InputError(
-                f"rank {self.rank} of {self.schedule.name} holds (path, stage) {sorted(wanted)}, "
-                f"but stages are given for {sorted(given, key=str)}"
-            )
-        for key, module in given.items():
-            if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] (from a user)
-                raise InputError(f"stage {key}: is a {type(module).__name__}; expected an nn.Module")
-        return {key: given[key] for key in sorted(wanted)}
 
     def _splits(self, stage: int, module: nn.Module) -> bool:
         """Is it of use to have B and W of the stage apart? Where this rank runs one by itself, or the stage has
@@ -253,7 +223,7 @@ class Pipeline:
         run = self.executor.run(self.tasks, announce=announce)
         self.shared.finish(earlier)
         self.buffers.finish()
-        return self._result(run, {})
+        return result_of(run, {}, self.grid)
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Mapping[str, Any] | None = None
@@ -277,7 +247,7 @@ class Pipeline:
             microbatch: parts[0] if self.schedule.slices == 1 else join(parts, along(self.schedule))
             for microbatch, parts in slices.items()
         }
-        return self._result(run, outputs)
+        return result_of(run, outputs, self.grid)
 
     def _announce(self, feed: Feed) -> bool:
         """Have shapes changed since the last step on any rank?"""
@@ -297,13 +267,6 @@ class Pipeline:
     def _version_uses(self) -> dict[int, int]:
         # every stage of a rank runs each micro-batch once; versions are stated by the tasks
         return dict(Counter(task.version for task in self.tasks if task.code in (Code.B, Code.BW)))
-
-    def _result(self, run: Run, outputs: dict[int, Any]) -> StepResult:
-        total = torch.zeros(2, dtype=torch.float64, device=control_device(self.grid.whole))
-        if run.losses:
-            total[0] = torch.stack([loss.double() for loss in run.losses.values()]).sum()
-            total[1] = len(run.losses)
-        return StepResult(outputs, run, total, dist.all_reduce(total, group=self.grid.whole, async_op=True))
 
     def _beside(self, task: Task) -> None:
         """What this rank does together with other holders of a stage."""

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from stageloom.costs import Costs
 from stageloom.errors import InputError
-from stageloom.execute.arguments import Make, Split
-from stageloom.execute.pipeline import Stages
+from stageloom.execute.arguments import Make, Split, Stages
 from stageloom.execute.profile_steps import Counter, Found, Options, measure, talk, weigh
 from stageloom.execute.replicas import Tied
 from stageloom.execute.split import restore

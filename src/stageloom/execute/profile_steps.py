@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageloom.execute import meters
-from stageloom.execute.arguments import Make, Split
+from stageloom.execute.arguments import Make, Split, Stages
 from stageloom.execute.measure import Spans
-from stageloom.execute.pipeline import Pipeline, Stages
+from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.replicas import Tied
 from stageloom.op import KIND_NAMES
 from stageloom.schedule import Schedule

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from stageloom.execute.split_hooks import caught
 from stageloom.execute.split_prepare import Mode, Report, prepare
-from stageloom.execute.split_queue import caught
 from stageloom.execute.split_run import run_backward, run_backward_input, run_backward_weight, run_forward
 
 _Gradients = dict[str, Tensor | None]

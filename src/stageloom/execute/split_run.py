@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stageloom.errors import InputError, StageloomError
+from stageloom.execute.split_hooks import whole_gradients
 from stageloom.execute.split_prepare import Mode
-from stageloom.execute.split_queue import Layers, Queue, Recording, queued_bytes, walk, whole_gradients
+from stageloom.execute.split_queue import Layers, Queue, Recording, queued_bytes, walk
 
 _MODES = frozenset(get_args(Mode))
 
@@ -233,7 +234,11 @@ def _described(results: Any) -> str:
 
 
 class _Enter(torch.autograd.Function):
-    """An input of the stage as no leaf any more, so that the stage may change it in place, as any module may."""
+    """An input of the stage as no leaf any more, so that the stage may change it in place, as any module may.
+
+    It shares the input's version, so that a change that breaks a backward is noticed (torch's native ops that are no
+    views do not).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

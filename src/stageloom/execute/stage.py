@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from stageloom.execute.chance import Random, seed_of
 from stageloom.execute.channel import has_gradient
 from stageloom.execute.devices import CPU
 from stageloom.execute.engine import Engine, Job
+from stageloom.execute.feeding import Feed, check_output
 from stageloom.execute.sharded import trained
 from stageloom.execute.split import (
     Mode,
@@ -29,7 +30,7 @@ from stageloom.execute.split import (
     run_forward,
 )
 from stageloom.execute.tasks import Place
-from stageloom.execute.tree import ONE, flatten, leaves, unflatten
+from stageloom.execute.tree import flatten, unflatten
 from stageloom.execute.versions import Versions
 
 
@@ -41,23 +42,6 @@ class Result:
     structure: Any
     loss: Tensor | None = None
     output: Any = None
-
-
-@dataclass
-class Feed:
-    """What one step gives a stage: inputs by place (first stage), targets by place (last stage), keyword arguments.
-
-    `scale` multiplies every loss before its backward, `seed` makes random numbers of a place the same wherever it runs;
-    of the global batch, `microbatches_before` come before those of this pipeline.
-    """
-
-    inputs: dict[Place, Any] = field(default_factory=dict[Place, Any])
-    targets: dict[Place, Any] = field(default_factory=dict[Place, Any])
-    kwargs: dict[Place, dict[str, Any]] = field(default_factory=dict[Place, dict[str, Any]])
-    scale: float = 1.0
-    seed: int | None = None
-    microbatches_before: int = 0
-    keep_outputs: bool = False
 
 
 @dataclass(slots=True)
@@ -232,7 +216,7 @@ class StageRunner:
             return [loss * (self.feed.scale / self.parts)]
         tensors, trees["structure"] = flatten(output)
         if not self.last:
-            _check_output(place.stage, tensors, trees["structure"])
+            check_output(place.stage, tensors, trees["structure"])
         return tensors
 
     def _without_graph(self, call: Callable[[list[Tensor]], list[Tensor]], given: list[Tensor]) -> list[Tensor]:
@@ -325,19 +309,3 @@ _NO_ARGUMENTS: dict[str, Any] = {}
 
 def _version(tensor: Tensor) -> int:
     return tensor._version  # pyright: ignore[reportPrivateUsage] (torch has no public name for it)
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
-def _check_output(stage: int, tensors: list[Tensor], structure: Any) -> None:
-    if structure == ONE:
-        return
-    if not tensors:
-        raise InputError(f"stage {stage} returned no tensor; the next stage would have nothing to compute on")
-    for leaf in leaves(structure):
-        if leaf is not None and not isinstance(leaf, _PLAIN):
-            raise InputError(
-                f"stage {stage} returned a {type(leaf).__name__}; between stages go tensors, numbers, texts and "
-                "None, in tuples, lists and dicts"
-            )

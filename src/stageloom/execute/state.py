@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError
+from stageloom.execute.mesh import placed_as
 from stageloom.execute.replicas import Modules, Tied
 
 _COMPILED = "_orig_mod."  # what torch.compile puts in front of a module's names
@@ -43,7 +44,8 @@ class Names:
         return found
 
     def load(self, modules: Modules, state: Mapping[str, Tensor]) -> None:
-        """Copy into these stages what they have of `state`, which may hold other ranks' stages too.
+        """Copy into these stages what they have of `state`, which may hold other ranks' stages too; of a whole tensor,
+        a stage in shards takes its own.
 
         Raises InputError, and changes nothing, for a name that no stage has, one that is missing, or another shape.
         """
@@ -68,7 +70,7 @@ class Names:
             given, shape = state[found], getattr(current, "shape", None)
             if shape is not None and getattr(given, "shape", None) != shape:
                 raise InputError(f"{name}: has shape {_shape(given)}; stage {stage} needs {tuple(shape)}")
-            taken[own] = given
+            taken[own] = placed_as(given, current) if isinstance(given, Tensor) else given
         return taken
 
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stageloom.errors import InputError, ScheduleError, StageloomError
-from stageloom.execute.arguments import require_sound
+from stageloom.execute.arguments import Stages, require_sound
 from stageloom.execute.mesh import grid_of
-from stageloom.execute.pipeline import Stages
 from stageloom.execute.split import Report
 from stageloom.op import Kind
 from stageloom.schedule import Schedule

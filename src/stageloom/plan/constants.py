@@ -17,18 +17,22 @@ from importlib.resources import files
 class Constants:
     """Shares of nominal figures, and times in seconds.
 
-    product_share: of the peak, by a large matrix product; product_tiles: tiles of 128 x 128 results at which a product
-    reaches half of that. memory_share: of the memory's bandwidth, by kernels that only move data. attention_forward,
-    attention_backward: of the peak, by fused attention. kernel: what each kernel adds for starting and draining.
-    host_forward, host_backward: the host's time to launch a layer's kernels; host_collective: more for each
-    tensor-parallel collective; host_softmax: more where the softmax falls back to several kernels; host_head: for
-    embedding, head and loss. inside_share, network_share: of a link's bandwidth; collective: start of one. message: a
-    message between stages for which the host waits. step: once a step.
+    product_share, product_share_fp8: of the peak, by a large matrix product in 16 and 8 bits; product_tiles: tiles of
+    128 x 128 results of depth 4096 at which a product reaches half of that. memory_share: of the memory's bandwidth, by
+    kernels that only move data; score_share: by softmax and dropout of attention's scores (exponentials, sums, random
+    numbers). attention_forward, attention_backward: of the peak, by fused attention. kernel: what each kernel adds for
+    starting and draining. host_forward, host_backward: the host's time to launch a layer's kernels; host_collective:
+    more for each tensor-parallel collective; host_softmax: more where the softmax falls back to several kernels;
+    host_head: for head and loss. inside_share, network_share: of a link's bandwidth; exchange_share: of either, by
+    all-to-alls; collective: start of a collective. message: what a message between stages takes beside its bytes.
+    step: once a step.
     """
 
     product_share: float
+    product_share_fp8: float
     product_tiles: float
     memory_share: float
+    score_share: float
     attention_forward: float
     attention_backward: float
     kernel: float
@@ -39,6 +43,7 @@ class Constants:
     host_head: float
     inside_share: float
     network_share: float
+    exchange_share: float
     collective: float
     message: float
     step: float

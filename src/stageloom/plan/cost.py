@@ -6,7 +6,6 @@ loss and multi-token-prediction modules on the last.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,8 @@ from stageloom.anatomy import Parts, anatomy
 from stageloom.costs import Costs, Link
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants, fitted
-from stageloom.plan.cost_layer import LayerTimes, Pass, Setting, layer_times
+from stageloom.plan.cost_layer import LayerTimes, layer_times
+from stageloom.plan.cost_setting import Pass, Setting
 from stageloom.plan.cost_work import Machine, Tally, all_reduce, machine, ring
 from stageloom.plan.layout import Layout
 from stageloom.plan.memory_stage import StageBytes, stage_bytes, words_of
@@ -41,13 +41,12 @@ class StageTimes:
     fraction: float
 
 
-@lru_cache(maxsize=256)
 def setting(
     model: Model, cluster: Cluster, training: Training, layout: Layout, constants: Constants, software: Software
 ) -> Setting:
     """What the layers' times depend on. Raises InputError where the GPU has no products of the training's type."""
     return Setting(
-        on=machine(cluster, training.dtype, constants),
+        on=_machine(cluster, training.dtype, constants),
         constants=constants,
         software=software,
         hidden=model.hidden,
@@ -58,6 +57,18 @@ def setting(
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         rotary=model.positions == 0,
     )
+
+
+_machine = lru_cache(maxsize=256)(machine)
+
+
+def counts(layers: Iterable[tuple[Layer, Recompute]]) -> list[tuple[tuple[Layer, Recompute], int]]:
+    """Layers that are one object, counted: a model repeats few, and to compare them by value takes long."""
+    found: dict[tuple[int, str], tuple[tuple[Layer, Recompute], int]] = {}
+    for one in layers:
+        key = (id(one[0]), one[1])
+        found[key] = (one, found[key][1] + 1 if key in found else 1)
+    return list(found.values())
 
 
 def stages_of(model: Model, layout: Layout) -> list[list[tuple[Layer, Recompute]]]:
@@ -94,7 +105,7 @@ def _stage(
     forward, backward, weight, joint = ends.forward, ends.backward, ends.weight, ends.backward + ends.weight
     exposed = Pass()
     whole = paired = forward + joint
-    counted: Iterable[tuple[tuple[Layer, Recompute], int]] = Counter(layers).items()
+    counted: list[tuple[tuple[Layer, Recompute], int]] = counts(layers)
     if predicted:
         more = head(model, s, projection=True)
         forward, backward, weight = (
@@ -104,7 +115,8 @@ def _stage(
         )
         joint += predicted * (more.backward + more.weight)
         whole, paired = whole + predicted * more.total, paired + predicted * more.total
-        counted = [*counted, ((model.layers[-1], words_of(model, layout)[-1]), predicted)]
+        module: tuple[Layer, Recompute] = (model.layers[-1], words_of(model, layout)[-1])
+        counted.append((module, predicted))
     for (layer, word), count in counted:
         one = layer_times(layer, s, word)
         gathers = _gathers(model, layout, s, layer, one)
@@ -116,7 +128,7 @@ def _stage(
         exposed += Pass(count * inside.forward, count * inside.backward)
         alone = one.F + one.BW
         whole += count * alone
-        paired += count * (_pair(one, share) * alone if one.dispatch.forward else alone)
+        paired += count * min(1.0, pair_fraction(one, share) if one.dispatch.forward else 1.0) * alone
     return StageTimes(Pass(forward, backward, weight), joint, exposed, paired / whole if whole else 1.0)
 
 
@@ -131,25 +143,26 @@ def _gathers(model: Model, layout: Layout, s: Setting, layer: Layer, one: LayerT
 
 
 @lru_cache(maxsize=1024)
-def _pair(one: LayerTimes, share: float) -> float:
+def pair_fraction(one: LayerTimes, share: float) -> float:
     """The overlapped pair of two micro-batches over the sum of its halves, for a layer of experts.
 
-    `anatomy` counts the multiprocessors that communication takes; tensor-parallel collectives stay with attention."""
-    attention, mlp, both = one.attention, one.mlp, one.tensor
+    share: of the multiprocessors, set aside for communication as long as the pair runs: compute has the rest, whether
+    something is being sent or not (DeepSeek-V3, section 3.2.2; its profile's kernels run on 112 of 132 throughout).
+    Tensor-parallel collectives stay with attention."""
+    attention, mlp, both, slower = one.attention, one.mlp, one.tensor, 1.0 / (1.0 - share)
     parts = Parts(
-        attention=attention.forward + both.forward,
+        attention=attention.forward * slower + both.forward,
         dispatch=one.dispatch.forward,
-        mlp=mlp.forward,
+        mlp=mlp.forward * slower,
         combine=one.combine.forward,
-        attention_b=attention.backward + both.backward + one.recompute,
-        attention_w=attention.weight,
-        mlp_b=mlp.backward,
-        mlp_w=mlp.weight,
+        attention_b=(attention.backward + one.recompute) * slower + both.backward,
+        attention_w=attention.weight * slower,
+        mlp_b=mlp.backward * slower,
+        mlp_w=mlp.weight * slower,
         dispatch_b=one.dispatch.backward,
         combine_b=one.combine.backward,
     )
-    found = anatomy(parts, layers=4, sm_share=share)
-    return found.pair / (found.forward + found.backward)
+    return anatomy(parts, layers=4).pair / (4.0 * (one.gpu.total))
 
 
 @lru_cache(maxsize=1024)
@@ -183,9 +196,7 @@ def _head(hidden: int, vocabulary: int, s: Setting, projection: bool) -> Pass:
         weight.product(2 * hidden / s.tensor, hidden, n, out=8.0)
     reduce = all_reduce(s.on, 2.0 * n * hidden, s.tensor)
     host = s.constants.host_head
-    return Pass(
-        max(forward.seconds, host / 3), max(backward.seconds + reduce, host / 3), max(weight.seconds, host / 3)
-    )
+    return Pass(max(forward.seconds, host / 3), max(backward.seconds + reduce, host / 3), max(weight.seconds, host / 3))
 
 
 def head(model: Model, s: Setting, projection: bool = False) -> Pass:
@@ -223,17 +234,20 @@ def costs_of(times: list[StageTimes], held: list[StageBytes], s: Setting, layout
     scattered = s.cut > 1 or s.software.scattered_messages
     sent = size / layout.tensor if scattered else size
     between, links = _links(on, layout, sent, size)
-    latency = s.constants.message if s.software.waits_for_messages else on.between_latency
+    latency = s.constants.message
     if scattered and s.cut == 1 and layout.tensor > 1:  # put together again beyond
         latency += ring(on, size, layout.tensor)
     kept = sum(one.activations for one in held)
+    # One number for all pairs: how much the average stage's work shrinks where it is overlapped.
+    whole = sum(one.work.forward + one.joint for one in times)
+    paired = sum((one.work.forward + one.joint) * one.fraction for one in times)
     return Costs(
         unit="s",
         F=[one.work.forward for one in times],
         B=[one.work.backward for one in times],
         W=[one.work.weight for one in times],
         BW=[one.joint for one in times],
-        overlap_fraction=max(times, key=lambda one: one.work.total).fraction,
+        overlap_fraction=paired / whole if whole else 1.0,
         latency=0.0 if alone else latency,
         bandwidth=None if alone else between,
         message_bytes=0.0 if alone else sent,

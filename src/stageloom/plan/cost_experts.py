@@ -42,4 +42,6 @@ def all_to_all(on: Machine, sent: Exchange, tokens: float, width: float) -> floa
     if not sent.between and not sent.inside:
         return 0.0
     latency = on.between_latency if sent.between else on.inside_latency
-    return tokens * width * max(sent.between / on.between, sent.inside / on.inside) + on.start + latency
+    return (
+        tokens * width * max(sent.between / on.exchange_between, sent.inside / on.exchange_inside) + on.start + latency
+    )

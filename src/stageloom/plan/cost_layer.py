@@ -9,55 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stageloom.plan.constants import Constants
 from stageloom.plan.cost_experts import all_to_all, exchange
-from stageloom.plan.cost_work import Machine, Tally, ring
+from stageloom.plan.cost_setting import Pass, Setting
+from stageloom.plan.cost_work import Tally, ring
 from stageloom.plan.model import Attention, Experts, Layer, Mlp
-from stageloom.plan.software import Software
 from stageloom.plan.training import Recompute
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a layer's time depends on beside the layer. tokens: of a micro-batch; the rest as in `Layout`.
-
-    rotary: positions are turned into queries and keys. replicas: GPUs over which parameters are gathered (ZeRO 3)."""
-
-    on: Machine
-    constants: Constants
-    software: Software
-    hidden: int
-    sequence: int
-    microbatch: int
-    tensor: int
-    expert: int
-    sequence_parallel: bool
-    rotary: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.sequence * self.microbatch
-
-    @property
-    def cut(self) -> int:
-        """Over how many GPUs norms and residuals are cut along the sequence."""
-        return self.tensor if self.sequence_parallel else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Seconds of the three passes: F, the gradient of the input, the gradient of the weights."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +31,7 @@ class LayerTimes:
     recompute: float
     host_forward: float
     host_backward: float
+    host_recompute: float
 
     @property
     def gpu(self) -> Pass:
@@ -87,7 +44,7 @@ class LayerTimes:
 
     @property
     def B(self) -> float:
-        return max(self.gpu.backward, self.host_backward * BACKWARD_SHARE)
+        return max(self.gpu.backward, self.host_backward * BACKWARD_SHARE + self.host_recompute)
 
     @property
     def W(self) -> float:
@@ -95,7 +52,7 @@ class LayerTimes:
 
     @property
     def BW(self) -> float:
-        return max(self.gpu.backward + self.gpu.weight, self.host_backward)
+        return max(self.gpu.backward + self.gpu.weight, self.host_backward + self.host_recompute)
 
 
 BACKWARD_SHARE = 0.7
@@ -126,8 +83,22 @@ def layer_times(layer: Layer, setting: Setting, recompute: Recompute) -> LayerTi
     if recompute == "full":
         again, host_again = (attention + mlp + tensor + dispatch + combine).forward, host[0]
     elif recompute == "selective":
-        again = core if setting.software.attention == "unfused" else edges[0].forward / 2
-    return LayerTimes(attention, mlp, tensor, dispatch, combine, again, host[0], host[1] + host_again)
+        again = core if setting.software.attention == "unfused" else _cheap(layer, setting)
+    return LayerTimes(attention, mlp, tensor, dispatch, combine, again, host[0], host[1], host_again)
+
+
+def _cheap(layer: Layer, s: Setting) -> float:
+    """What is worth doing again where attention is fused: norms, the MLP's activation, and latent attention's
+    projections up (DeepSeek-V3, sections 3.2.3 and 3.3.3)."""
+    again = Tally(s.on).moved(4.0 * layer.norms * s.tokens * s.hidden / s.cut, layer.norms).seconds
+    if layer.experts is not None:
+        wide = s.tokens / s.tensor * layer.experts.per_token * layer.experts.width
+        again += _activation(s, wide, layer.experts.gated, False).forward
+    elif layer.mlp is not None:
+        again += _activation(s, s.tokens * layer.mlp.width / s.tensor, layer.mlp.gated, False).forward
+    if layer.attention.latent is None:
+        return again
+    return again + _up(layer.attention, s, layer.attention.heads / s.tensor).forward
 
 
 def _host(layer: Layer, s: Setting) -> tuple[float, float]:
@@ -146,10 +117,10 @@ def _linear(s: Setting, rows: float, inputs: float, outputs: float, batch: float
     weight = Tally(s.on).product(outputs, inputs, rows, batch=batch, out=8.0 if fused else 2.0)
     if not fused:
         weight.moved(6.0 * inputs * outputs * batch)
-    if s.on.width == 1.0:  # 8 bits: read 16, write 8; the backward casts along both dimensions
+    if s.on.width == 1.0:  # cast to 8 bits: gradients along both dimensions, inputs back and along the other one
         forward.moved(3.0 * rows * inputs * batch)
-        backward.moved(4.0 * rows * outputs * batch)
-        weight.moved(3.0 * rows * inputs * batch)
+        backward.moved(6.0 * rows * outputs * batch, 2)
+        weight.moved(6.0 * rows * inputs * batch, 2)
     return Pass(forward.seconds, backward.seconds, weight.seconds)
 
 
@@ -167,9 +138,12 @@ def _attention(a: Attention, s: Setting) -> tuple[Pass, float]:
     core = _unfused_core(a, s, heads) if s.software.attention == "unfused" else _fused_core(a, s, heads)
     moves = Tally(s.on)
     back = Tally(s.on)
-    if s.software.attention == "unfused":  # transposes on the way in and out
+    if s.software.attention == "unfused":  # transposing the output; backward, also joining three gradients to one
         moves.moved(4.0 * n * heads * a.value_width)
-        back.moved(10.0 * n * heads * a.value_width, 2)
+        back.moved(4.0 * n * heads * a.value_width)
+        back.moved(4.0 * n * (queries + keys * (a.head_width + a.value_width)))
+    if a.bias:
+        back.moved(2.0 * n * (queries + keys * (a.head_width + a.value_width)))
     if s.rotary:
         turned = n * (heads + keys) * (a.latent.rope_width if a.latent else a.head_width)
         moves.moved(4.0 * turned)
@@ -182,10 +156,17 @@ def _latent(a: Attention, s: Setting, heads: float) -> Pass:
     n, of = s.tokens, a.latent
     # The projections down are small and not cut by tensor parallelism.
     parts = _linear(s, n, s.hidden, of.kv_rank + of.rope_width)
-    parts += _linear(s, n, of.kv_rank, heads * (of.nope_width + a.value_width))
-    if of.query_rank is None:
-        return parts + _linear(s, n, s.hidden, heads * a.head_width)
-    return parts + _linear(s, n, s.hidden, of.query_rank) + _linear(s, n, of.query_rank, heads * a.head_width)
+    parts += _up(a, s, heads)
+    return parts + _linear(s, n, s.hidden, heads * a.head_width if of.query_rank is None else of.query_rank)
+
+
+def _up(a: Attention, s: Setting, heads: float) -> Pass:
+    """From the short vectors to the heads' queries, keys and values."""
+    assert a.latent is not None
+    keys = _linear(s, s.tokens, a.latent.kv_rank, heads * (a.latent.nope_width + a.value_width))
+    if a.latent.query_rank is None:
+        return keys
+    return keys + _linear(s, s.tokens, a.latent.query_rank, heads * a.head_width)
 
 
 def _unfused_core(a: Attention, s: Setting, heads: float) -> Pass:
@@ -193,14 +174,14 @@ def _unfused_core(a: Attention, s: Setting, heads: float) -> Pass:
     scores = batch * length * length
     fused_softmax = (s.microbatch * a.heads // s.tensor) % FUSED_SOFTMAX_ROWS == 0
     forward = Tally(s.on).product(length, length, a.head_width, batch=batch, core=True)
-    forward.moved((4.0 if fused_softmax else 12.0) * scores, 1 if fused_softmax else 3)
-    forward.moved(5.0 * scores * s.software.dropout)
+    forward.scored((4.0 if fused_softmax else 12.0) * scores, 1 if fused_softmax else 3)
+    forward.scored(5.0 * scores * s.software.dropout)
     forward.product(length, a.value_width, length, batch=batch, core=True)
     backward = Tally(s.on)
     for width in (a.head_width, a.value_width):
         backward.product(length, width, length, batch=batch, core=True)
         backward.product(length, length, width, batch=batch, core=True)
-    backward.moved(6.0 * scores).moved(5.0 * scores * s.software.dropout)
+    backward.scored(6.0 * scores).scored(5.0 * scores * s.software.dropout)
     return Pass(forward.seconds, backward.seconds)
 
 
@@ -209,9 +190,7 @@ def _fused_core(a: Attention, s: Setting, heads: float) -> Pass:
     seen = min(a.window or s.sequence, s.sequence)
     pairs = seen * (s.sequence - seen / 2)
     flops = 2.0 * s.microbatch * heads * pairs * (a.head_width + a.value_width)
-    return Pass(
-        flops / s.on.attention_forward + s.on.kernel, 2.5 * flops / s.on.attention_backward + 3 * s.on.kernel
-    )
+    return Pass(flops / s.on.attention_forward + s.on.kernel, 2.5 * flops / s.on.attention_backward + 3 * s.on.kernel)
 
 
 def _mlp(mlp: Mlp, s: Setting, tokens: float) -> Pass:

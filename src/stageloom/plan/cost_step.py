@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageloom.plan.cost_layer import Setting
+from stageloom.plan.cost_setting import Setting
 from stageloom.plan.cost_work import all_reduce, ring
 from stageloom.plan.layout import Layout
 from stageloom.plan.memory_stage import StageBytes
@@ -20,21 +20,29 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Seconds of a step outside the pipeline's passes. reduce: per rank, its gradients over its data-parallel
-    replicas; exposed: of that, per rank, what does not run beside the last backward; finish: when the last rank has
-    its reduced gradients, from the start of the step; tied: the embedding's gradient between first and last stage;
-    optimizer: its step; step: what the host does once a step."""
+    """Seconds of a step outside the pipeline's passes.
+
+    reduce: per rank, its gradients over its data-parallel replicas; exposed: of that, per rank, what does not run
+    beside the last backward; spans: per rank, from the start of the step (where steps roll on: the rank's own first
+    pass) until it has its reduced gradients; tied: the embedding's gradient between first and last stage; optimizer:
+    its step; step: what the host does once a step."""
 
     reduce: Floats
     exposed: Floats
-    finish: float
+    spans: Floats
     tied: float
     optimizer: float
     step: float
 
     @property
-    def after(self) -> float:
-        return self.tied + self.optimizer + self.step
+    def last(self) -> int:
+        """The rank that the step waits for."""
+        return int(self.spans.argmax())
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return float(self.spans.max()) + self.tied + self.optimizer + self.step
 
 
 def beside(
@@ -58,11 +66,12 @@ def beside(
         layers = max(1.0, sum(layout.layers) / layout.stages)
         room = timeline.end[last] - timeline.start[last]
         exposed = np.maximum(reduce - room, reduce / layers)
-    begin = float(timeline.start.min())
+    starts = np.minimum.reduceat(timeline.start, schedule.offsets[:-1])
+    begin = starts if s.software.rolling_steps else starts.min()
     return Beside(
         reduce=reduce,
         exposed=exposed,
-        finish=float((ends + exposed).max()) - begin,
+        spans=ends + exposed - begin,
         tied=_tied(model, training, layout, s),
         optimizer=float(count.max()) * _update_bytes(training) / s.on.memory,
         step=s.constants.step,

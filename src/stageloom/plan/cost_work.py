@@ -15,17 +15,21 @@ from stageloom.plan.constants import Constants
 from stageloom.plan.training import Dtype
 
 TILE = 128
+DEPTH = 4096  # of a tile's product: together the unit in which a product's size is counted
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What one GPU of a cluster reaches. peak: of projections, flop/s; core_peak: of attention's products, which stay
-    in 16 bits; memory: bytes/s; width: bytes of a product's inputs; inside, between: bytes/s of the links;
+    in 16 bits; memory, scores: bytes/s, of kernels that move data and of those on attention's
+    scores; width: bytes of a product's inputs; inside, between: bytes/s of the links,
+    exchange_*: by all-to-alls;
     *_latency: of a step of a ring; start: of a collective."""
 
     peak: float
     core_peak: float
     memory: float
+    scores: float
     width: float
     kernel: float
     tiles: float
@@ -34,6 +38,8 @@ class Machine:
     node: int
     inside: float
     between: float
+    exchange_inside: float
+    exchange_between: float
     inside_latency: float
     between_latency: float
     start: float
@@ -47,9 +53,10 @@ def machine(cluster: Cluster, dtype: Dtype, constants: Constants) -> Machine:
     core = gpu.peak.get("bf16", gpu.peak.get("fp16", gpu.peak[dtype])) if dtype == "fp8" else gpu.peak[dtype]
     network = between.bandwidth / cluster.oversubscription
     return Machine(
-        peak=gpu.peak[dtype] * constants.product_share,
+        peak=gpu.peak[dtype] * (constants.product_share_fp8 if dtype == "fp8" else constants.product_share),
         core_peak=core * constants.product_share,
         memory=gpu.bandwidth * constants.memory_share,
+        scores=gpu.bandwidth * constants.score_share,
         width=1.0 if dtype == "fp8" else 2.0,
         kernel=constants.kernel,
         tiles=constants.product_tiles,
@@ -58,6 +65,8 @@ def machine(cluster: Cluster, dtype: Dtype, constants: Constants) -> Machine:
         node=cluster.gpus_per_node,
         inside=inside.bandwidth * constants.inside_share,
         between=network * constants.network_share,
+        exchange_inside=inside.bandwidth * constants.exchange_share,
+        exchange_between=network * constants.exchange_share,
         inside_latency=inside.latency,
         between_latency=between.latency,
         start=constants.collective,
@@ -78,7 +87,7 @@ class Tally:
     ) -> Tally:
         """`batch` products rows x depth by depth x columns; `out` bytes go to and from memory for each result."""
         on = self.machine
-        tiles = batch * max(rows / TILE, 1.0) * max(columns / TILE, 1.0)
+        tiles = batch * max(rows / TILE, 1.0) * max(columns / TILE, 1.0) * depth / DEPTH
         peak = (on.core_peak if core else on.peak) / (1.0 + on.tiles / tiles)
         width = 2.0 if core else on.width
         moved = batch * (width * depth * (rows + columns) + out * rows * columns)
@@ -89,6 +98,12 @@ class Tally:
         """Kernels that read and write `size` bytes together."""
         if size > 0:
             self.seconds += size / self.machine.memory + kernels * self.machine.kernel
+        return self
+
+    def scored(self, size: float, kernels: int = 1) -> Tally:
+        """As `moved`, for softmax and dropout of attention's scores."""
+        if size > 0:
+            self.seconds += size / self.machine.scores + kernels * self.machine.kernel
         return self
 
 

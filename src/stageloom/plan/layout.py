@@ -91,7 +91,7 @@ def check(model: Model, cluster: Cluster, training: Training, layout: Layout) ->
 
 
 def _check_cuts(model: Model, layout: Layout) -> None:
-    for layer in dict.fromkeys(model.layers):
+    for layer in {id(layer): layer for layer in model.layers}.values():
         if layer.attention.heads % layout.tensor:
             raise InputError(f"tensor = {layout.tensor}; it has to divide the {layer.attention.heads} attention heads")
         if layer.experts is not None and layer.experts.count % layout.expert:

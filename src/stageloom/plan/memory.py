@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stageloom.metrics import rank_memory
-from stageloom.plan.cost_layer import Setting
+from stageloom.plan.cost_setting import Setting
 from stageloom.plan.layout import Layout
 from stageloom.plan.memory_stage import StageBytes
 from stageloom.plan.model import Model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stageloom.plan.cost_layer import Setting
+from stageloom.plan.cost_setting import Setting
 from stageloom.plan.layout import Layout
 from stageloom.plan.model import (
     Layer,
@@ -52,49 +52,61 @@ class Kept:
 
 
 def layer_kept(layer: Layer, s: Setting, recompute: Recompute) -> Kept:
-    """What a layer keeps of a micro-batch."""
+    """What a layer keeps of a micro-batch.
+
+    Selective recomputation drops attention's scores (unfused) or, where attention is fused, what is cheap to make
+    again: outputs of norms and of the MLP's activation, whose inputs are kept as products take them (8 bits where they
+    do), and the queries, keys and values of latent attention (DeepSeek-V3, sections 3.2.3 and 3.3.3)."""
     a, t, n = layer.attention, s.tensor, float(s.tokens)
-    drop = s.software.dropout
-    width = 1.0 if s.on.width == 1.0 else 2.0  # inputs of products are kept as they go in
+    drop, fused = s.software.dropout, s.software.attention == "fused"
+    width = s.on.width  # bytes of a product's inputs
     hidden, heads, keys = n * s.hidden, a.heads / t, max(a.kv_heads / t, 1.0)
     norms = 2.0 * layer.norms * hidden / s.cut
     masks = 2.0 * drop * hidden / s.cut
     # Tensor-parallel halves read the whole sequence; with sequence parallelism each GPU keeps its part of it.
-    inputs = width * hidden / s.cut
-    if a.latent is not None:
-        inputs += width * n * (a.latent.kv_rank + (a.latent.query_rank or 0))
-        norms += 2.0 * n * (a.latent.kv_rank + (a.latent.query_rank or 0))
+    normed = width * hidden / s.cut
+    latents = 0.0
+    if a.latent is not None:  # before and after their norms
+        latents = (2.0 + width) * n * (a.latent.kv_rank + (a.latent.query_rank or 0))
     core = 2.0 * n * (heads * a.head_width + keys * (a.head_width + a.value_width))
-    scores = 0.0
-    if s.software.attention == "unfused":
-        scores = (2.0 + 3.0 * drop) * s.microbatch * heads * s.sequence**2
-    else:
-        scores = 4.0 * n * heads + 2.0 * n * heads * a.value_width  # statistics, and the output for the backward
-    inputs += (width if s.software.attention == "unfused" or width == 1.0 else 0.0) * n * heads * a.value_width
-    middle, more = _middle(layer, s, width)
-    whole = norms + masks + inputs + core + scores + middle + more
+    out = 2.0 * n * heads * a.value_width  # of attention: fused, its backward wants it; and the projection's input
+    scores = 4.0 * n * heads if fused else (2.0 + 3.0 * drop) * s.microbatch * heads * s.sequence**2
+    out += width * n * heads * a.value_width if fused and width == 1.0 else 0.0
+    middle = _middle(layer, s)
+    whole = norms + masks + normed + latents + core + out + scores + middle.bytes
+    inputs = normed + latents / 2.0 + out / 2.0 + middle.inputs
     if recompute == "full":
         return Kept(2.0 * hidden / s.cut, 0.0, whole)
-    kept = whole
-    if recompute == "selective":
-        kept -= scores if s.software.attention == "unfused" else norms / 2.0
-    return Kept(kept, min(kept, inputs + more), whole)
+    if recompute == "selective" and fused:
+        kept = whole - normed - middle.again - (core if a.latent is not None else 0.0)
+        return Kept(kept, min(kept, inputs), whole)
+    kept = whole - scores if recompute == "selective" else whole
+    return Kept(kept, min(kept, normed + out + middle.inputs), whole)
 
 
-def _middle(layer: Layer, s: Setting, width: float) -> tuple[float, float]:
-    """(activation inputs, inputs of weight gradients) of the MLP or the experts."""
-    n, t = float(s.tokens), s.tensor
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """What an MLP or experts keep; inputs: those of weight gradients; again: what selective recomputation saves."""
+
+    bytes: float
+    inputs: float
+    again: float
+
+
+def _middle(layer: Layer, s: Setting) -> Middle:
+    n, t, width = float(s.tokens), s.tensor, s.on.width
+    normed = width * n * s.hidden / s.cut
     if layer.experts is None:
         assert layer.mlp is not None
-        wide = n * layer.mlp.width / t
-        return 2.0 * wide * (1 + layer.mlp.gated), width * (n * s.hidden / s.cut + wide)
-    e = layer.experts
-    arriving = n / t * e.per_token
-    middle = 2.0 * arriving * e.width * (1 + e.gated)
-    inputs = width * arriving * (s.hidden + e.width) + 2.0 * arriving * s.hidden / e.per_token
-    shared = n * e.shared * e.shared_width / t
-    inputs += width * (n * s.hidden / s.cut * bool(e.shared) + shared)
-    return middle + 2.0 * shared * (1 + e.gated), inputs
+        wide, ways = n * layer.mlp.width / t, 1 + layer.mlp.gated
+        arriving = 0.0
+    else:
+        e = layer.experts
+        tokens = n / t * e.per_token
+        wide, ways = tokens * e.width + n * e.shared * e.shared_width / t, 1 + e.gated
+        arriving = width * tokens * s.hidden + 2.0 * n / t * s.hidden  # at their experts; and the router's input
+    inputs = normed + arriving + width * wide
+    return Middle(inputs + 2.0 * ways * wide, inputs, normed + width * wide + (2.0 - width) * ways * wide)
 
 
 def words_of(model: Model, layout: Layout) -> tuple[Recompute, ...]:
@@ -112,7 +124,8 @@ def stage_bytes(model: Model, training: Training, layout: Layout, s: Setting, pa
         layers = [next(rest) for _ in range(count)]
         last = at == len(layout.layers) - 1
         if last:
-            layers.extend([(model.layers[-1], words[-1])] * model.predicted)
+            module: tuple[Layer, Recompute] = (model.layers[-1], words[-1])
+            layers += [module] * model.predicted
         kept = inputs = dense = routed = working = 0.0
         for layer, word in layers:
             key = (id(layer), word)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants, fitted
-from stageloom.plan.cost import costs_of, setting, stage_times
+from stageloom.plan.cost import costs_of, counts, setting, stage_times
 from stageloom.plan.cost_step import Beside, beside
 from stageloom.plan.layout import Layout, check
 from stageloom.plan.memory import RankMemory, memory
@@ -70,8 +69,9 @@ def predict(
 ) -> Prediction:
     """One step of `model` laid out as `layout`, with the schedule of this name, or this one.
 
-    measured: costs of a profile, which replace those of the model. Raises InputError where layout, schedule or batch
-    do not go together, ConstraintError where the schedule cannot be built at these sizes.
+    measured: costs of a profile; what they say (in their unit) replaces what the model says, key by key. Raises
+    InputError where layout, schedule or batch do not go together, ConstraintError where the schedule cannot be built
+    at these sizes.
     """
     check(model, cluster, training, layout)
     s = setting(model, cluster, training, layout, fitted() if constants is None else constants, software)
@@ -79,7 +79,8 @@ def predict(
 
     def costs(paths: int) -> tuple[Costs, list[StageBytes]]:
         held = stage_bytes(model, training, layout, s, paths)
-        return (costs_of(times, held, s, layout) if measured is None else measured), held
+        modelled = costs_of(times, held, s, layout)
+        return (modelled if measured is None else replaced(modelled, measured)), held
 
     order = schedule if isinstance(schedule, Schedule) else build(schedule, layout, training, lambda: costs(1)[0])
     if (order.ranks, order.stages) != (layout.pipeline, layout.stages):
@@ -90,7 +91,7 @@ def predict(
     known, held = costs(len(order.placement.paths))
     timeline = simulate(order, known)
     around = beside(model, training, layout, s, held, timeline)
-    seconds = around.finish + around.after
+    seconds = around.seconds
     flops = model_flops(model, training)
     parts, bubble = _parts(timeline, around, [one.work.total - one.exposed.total for one in times])
     at_most = cluster.gpu.peak["bf16" if training.dtype == "fp8" else training.dtype]
@@ -110,6 +111,41 @@ def predict(
     )
 
 
+TIMES: Final = ("F", "B", "W", "BW", "overlap_time", "latency", "overhead")
+
+
+def replaced(modelled: Costs, measured: Costs) -> Costs:
+    """The model's costs with every key that `measured` sets in its place, in seconds. Raises InputError where the
+    measured times have no unit."""
+    if measured.seconds is None:
+        raise InputError(
+            "measured costs: unit is missing; s, ms or us is needed to set them beside the model's seconds"
+        )
+    given = measured.model_fields_set - {"unit"}
+    # Where parts were measured, their F, B, W and pair are there as well, computed from them.
+    changed = {key: getattr(measured, key) for key in given if key != "anatomy"}
+    scale = measured.seconds
+    for key in given & set(TIMES):
+        changed[key] = _scaled(changed[key], scale)
+    if "links" in given:
+        changed["links"] = tuple(
+            link.model_copy(update={"latency": None if link.latency is None else link.latency * scale})
+            for link in measured.links
+        )
+    kept = {key: getattr(modelled, key) for key in modelled.model_fields_set - given}
+    if given & {"B", "W"} and "BW" not in given:
+        kept.pop("BW", None)
+    if "overlap_time" in given:
+        kept.pop("overlap_fraction", None)
+    return Costs(**kept, **changed)
+
+
+def _scaled(value: float | list[float] | None, scale: float) -> float | list[float] | None:
+    if value is None:
+        return None
+    return [one * scale for one in value] if isinstance(value, list) else value * scale
+
+
 @lru_cache(maxsize=512)
 def _fixed(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
     return find(name)(ranks, microbatches, **dict(options))
@@ -120,15 +156,27 @@ def build(name: str, layout: Layout, training: Training, costs: Callable[[], Cos
     record, microbatches = find(name), layout.microbatches(training)
     options = {"chunks": layout.chunks} if any(option.name == "chunks" for option in record.options) else {}
     if record.searched:
-        return record(layout.pipeline, microbatches, costs=costs(), **options)
+        return record(layout.pipeline, microbatches, costs=_even(costs()), **options)
     return _fixed(record.name, layout.pipeline, microbatches, tuple(options.items()))
+
+
+def _even(costs: Costs) -> Costs:
+    """As the authors of the published searches give costs to them: the median stage's time for all stages, and a limit
+    that counts micro-batches, whatever a stage keeps of one (sail-sg/zero-bubble-pipeline-parallelism, first release,
+    `get_zero_bubble_forward_backward_func`)."""
+
+    def median(key: str) -> float:
+        values = sorted(np.ravel(getattr(costs, key)).tolist())
+        return values[len(values) // 2]
+
+    return costs.model_copy(update={key: median(key) for key in ("F", "B", "W", "activation_bytes")} | {"BW": None})
 
 
 def model_flops(model: Model, training: Training) -> float:
     """Floating-point operations that a step needs: three products (forward, two gradients) with every parameter that
     a token uses but the embedding's, and with attention's whole square."""
     parameters = 0.0
-    for layer, count in Counter(model.layers).items():
+    for (layer, _), count in counts((layer, "none") for layer in model.layers):
         used = layer_parameters(model, layer)
         parameters += count * (used.active - used.norms)
         a = layer.attention
@@ -147,7 +195,7 @@ def _parts(timeline: Timeline, around: Beside, compute: list[float]) -> tuple[di
     busy = np.add.reduceat(took, first)
     ends, starts = np.maximum.reduceat(timeline.end, first), np.minimum.reduceat(timeline.start, first)
     cost = float((ends - starts).max())
-    rank = int((ends + around.exposed).argmax())
+    rank = around.last
     products = np.zeros(schedule.ranks)
     each = schedule.microbatches / len(schedule.placement.paths)
     for path in schedule.placement.table:
@@ -156,7 +204,7 @@ def _parts(timeline: Timeline, around: Beside, compute: list[float]) -> tuple[di
     return {
         "compute": working,
         "collectives": float(busy[rank]) - working,
-        "idle": float(ends[rank] - busy[rank]) - float(timeline.start.min()),
+        "idle": float(around.spans[rank] - around.exposed[rank] - busy[rank]),
         "gradients": float(around.exposed[rank]),
         "tied embedding": around.tied,
         "optimizer": around.optimizer,

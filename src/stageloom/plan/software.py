@@ -17,7 +17,9 @@ class Software:
     are reduced across data-parallel ranks while the last backward runs. waits_for_messages: the host waits for every
     message between stages, so that the GPU has nothing queued when it is there. scattered_messages: each
     tensor-parallel rank sends its part of a message over the network, and they gather it beyond ("scatter/gather",
-    arXiv 2104.04473, section 4.1).
+    arXiv 2104.04473, section 4.1). rolling_steps: no rank waits for the others before it updates its parameters and
+    starts the next step, so that one step's drain is the next one's warm-up (the zero-bubble paper's optimiser with
+    post-validation, arXiv 2401.10241, section 4).
     """
 
     name: str
@@ -28,6 +30,7 @@ class Software:
     gradient_overlap: bool = True
     waits_for_messages: bool = False
     scattered_messages: bool = True
+    rolling_steps: bool = False
 
 
 MODERN: Final = Software("modern")
@@ -62,5 +65,7 @@ MEGATRON_2022: Final = Software(
 """Megatron-LM of arXiv 2205.05198, which introduces the overlap of its section 4.2.2; the zero-bubble paper's 1F1B
 and interleaved 1F1B run on its successor."""
 
-ZERO_BUBBLE: Final = Software("zero bubble, 2023", attention="unfused", dropout=True, gradient_overlap=False)
+ZERO_BUBBLE: Final = Software(
+    "zero bubble, 2023", attention="unfused", dropout=True, gradient_overlap=False, rolling_steps=True
+)
 """The zero-bubble paper's own runtime (arXiv 2401.10241): messages beside compute."""
