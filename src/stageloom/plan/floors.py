@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from stageloom.costs import Costs
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants
-from stageloom.plan.cost import setting, stage_times
+from stageloom.plan.cost import setting, stage_costs, stage_times
 from stageloom.plan.forms import Form
 from stageloom.plan.layout import Layout
 from stageloom.plan.model import Model
+from stageloom.plan.predict import replaced
 from stageloom.plan.software import Software
 from stageloom.plan.space import Cut
 from stageloom.plan.training import Training
@@ -31,7 +32,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Setup:
-    """What every candidate of a search shares. measured: costs of a profile, in seconds."""
+    """What every candidate of a search shares. measured: costs of a profile."""
 
     model: Model
     cluster: Cluster
@@ -53,6 +54,14 @@ class Setup:
             self.training.sequence_parallel,
             layers,
         )
+
+
+def costs_with_measured(setup: Setup, layout: Layout, form: Form) -> Costs:
+    """Costs of a candidate's stages, with what was measured in its place."""
+    modelled = stage_costs(
+        setup.model, setup.cluster, setup.training, layout, setup.constants, setup.software, paths=form.paths
+    )
+    return modelled if setup.measured is None else replaced(modelled, setup.measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +149,10 @@ class StageSums:
 def stage_sums(setup: Setup, cut: Cut, form: Form, layers: tuple[int, ...]) -> StageSums:
     """Times of the stages that `layers` make."""
     if setup.measured is not None:
-        stages = cut.pipeline * form.chunks
-        table = setup.measured.stage_times(stages, cut.pipeline)
-        return StageSums(table[0], table[1], table[2], table[3], setup.measured.overlap_factor())
+        layout = setup.layout(cut, form.chunks, layers)
+        costs = costs_with_measured(setup, layout, form)
+        table = costs.stage_times(layout.stages, cut.pipeline)
+        return StageSums(table[0], table[1], table[2], table[3], costs.overlap_factor())
     one = items(setup, cut)
     counts = np.array(layers, dtype=np.int64)
     counts[0] += 1

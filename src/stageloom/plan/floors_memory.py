@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageloom.plan.cost import setting
-from stageloom.plan.floors import Setup
+from stageloom.plan.floors import Setup, costs_with_measured
 from stageloom.plan.forms import Form
 from stageloom.plan.layout import Layout
 from stageloom.plan.memory import CONTEXT, FRAGMENTS
@@ -46,8 +46,9 @@ def held(setup: Setup, layout: Layout, form: Form) -> Held:
         state = np.array([one.parameters + one.gradients + one.optimizer for one in stages])
         kept = np.array([one.activations for one in stages])
     else:
+        costs = costs_with_measured(setup, layout, form)
         sizes = [
-            setup.measured.pieces(key, layout.stages, layout.pipeline)
+            costs.pieces(key, layout.stages, layout.pipeline)
             for key in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
         ]
         state, kept = sizes[0] + sizes[1] + sizes[2], sizes[3]

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from stageloom.costs import SECONDS, Costs
-from stageloom.errors import InputError
-from stageloom.plan.cost import stage_costs
-from stageloom.plan.floors import Setup
+from stageloom.plan.floors import Setup, costs_with_measured
 from stageloom.plan.forms import Form
 from stageloom.plan.layout import Layout
 from stageloom.plan.predict import Prediction, predict
@@ -91,11 +88,7 @@ def built(setup: Setup, layout: Layout, form: Form) -> Schedule:
     ranks, microbatches = layout.pipeline, layout.microbatches(setup.training)
     if not form.searched:
         return fixed_order(form, ranks, microbatches)
-    costs = setup.measured
-    if costs is None:
-        costs = stage_costs(
-            setup.model, setup.cluster, setup.training, layout, setup.constants, setup.software, paths=form.paths
-        )
+    costs = costs_with_measured(setup, layout, form)
     return find(form.name)(ranks, microbatches, costs=costs, **form.all_options)
 
 
@@ -103,22 +96,3 @@ def built(setup: Setup, layout: Layout, form: Form) -> Schedule:
 def fixed_order(form: Form, ranks: int, microbatches: int) -> Schedule:
     """A schedule that does not depend on costs, by its label."""
     return replace(find(form.name)(ranks, microbatches, **form.all_options), name=form.label)
-
-
-def in_seconds(costs: Costs) -> Costs:
-    """Costs of a profile, with times in seconds. Raises InputError where they state no unit."""
-    if costs.unit is None:
-        raise InputError("the profile states no unit of time; add `unit: ms` (or s, us) to it")
-    scale = SECONDS[costs.unit]
-    if scale == 1.0:
-        return costs
-    changed: dict[str, Any] = {"unit": "s"}
-    for key in ("F", "B", "W", "BW", "overlap_time", "latency", "overhead"):
-        value = getattr(costs, key)
-        if value is not None:
-            changed[key] = [each * scale for each in value] if isinstance(value, list) else value * scale  # pyright: ignore[reportUnknownVariableType]
-    changed["links"] = tuple(
-        link if link.latency is None else link.model_copy(update={"latency": link.latency * scale})
-        for link in costs.links
-    )
-    return costs.model_copy(update=changed)

@@ -25,7 +25,7 @@ from stageloom.plan.forms import Form, forms
 from stageloom.plan.layout import Layout, spread
 from stageloom.plan.load_training import agree
 from stageloom.plan.model import Model
-from stageloom.plan.score import Scored, in_seconds
+from stageloom.plan.score import Scored
 from stageloom.plan.software import MODERN, Software
 from stageloom.plan.space import Cut, Refusal, Space, chunk_counts, cuts
 from stageloom.plan.spreading import laid_out
@@ -95,7 +95,8 @@ def prepare(
     agree(training, model, cluster)
     chosen = cuts(model, cluster, training, space)
     if measured is not None:
-        measured = in_seconds(measured)
+        if measured.unit is None:
+            raise InputError("the profile states no unit of time; add `unit: ms` (or s, us) to it")
         if len({(cut.tensor, cut.pipeline, cut.microbatch) for cut in chosen}) > 1:
             raise InputError(
                 "a profile holds for one layout; fix tensor, pipeline and microbatch as they were when it was made"
