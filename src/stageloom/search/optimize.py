@@ -19,11 +19,13 @@ import numpy as np
 from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.placement import line
+from stageloom.schedule import Schedule
 from stageloom.search import local
 from stageloom.search.bounds import lower_bound, smallest_limits
 from stageloom.search.dispatch import Rule, scheduled
 from stageloom.search.order import Value, evaluate, starts
-from stageloom.search.problem import Ints, Problem, pose, pose_again
+from stageloom.search.pairing import Items, to_paired
+from stageloom.search.problem import Ints, Problem, pose, pose_again, to_schedule
 from stageloom.search.rules import base_rule
 from stageloom.search.steps import CLOSE, Progress, Search, anneal, climb, gap, published, solve, try_rules, windows
 from stageloom.search.unroll import unrolled
@@ -38,7 +40,8 @@ LARGE: Final = 30_000
 class Outcome:
     """The best order found. `source`: the step that found it; `spent`: wall-clock seconds by step; `cut_short`: the
     machine was too slow for the effort asked for, so that a faster one would give another order; `rules`: the
-    best of the list scheduler."""
+    best of the list scheduler; `paired`: the order with overlapped pairs, where one was searched for and is the better
+    one (`order` is then the best without)."""
 
     problem: Problem
     order: Ints
@@ -49,6 +52,13 @@ class Outcome:
     spent: dict[str, float]
     cut_short: bool
     rules: tuple[Rule, ...] = ()
+    paired: Items | None = None
+
+    def schedule(self, name: str) -> Schedule:
+        """The order as a schedule."""
+        if self.paired is not None:
+            return to_paired(self.problem, self.paired, name)
+        return to_schedule(self.problem, self.order, name)
 
     @property
     def best(self) -> float:
