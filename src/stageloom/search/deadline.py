@@ -26,6 +26,8 @@ SWEEPS: Final = 20
 TURNS: Final = 60
 SPEED: Final = 1.5e8
 """Units of work in a nominal second; one is spent for each op of its rank when an op is looked at."""
+CALL: Final = 30_000
+"""What starting costs, in these units."""
 
 Windows = tuple[Floats, Floats, Longs]
 """Earliest start and latest end of every op, and `ahead` (see `narrow`)."""
@@ -115,7 +117,7 @@ def shrink(table: Table, windows: Windows, deadline: float, rank: int | None = N
 
     `rank`: the only one where they were changed since they last stood still.
     """
-    rounding, work = ROUNDING * deadline, np.zeros(1, dtype=np.int64)
+    rounding, work = ROUNDING * deadline, np.full(1, CALL, dtype=np.int64)
     stale = np.full((4, len(table.classes)), rank is None, dtype=np.int64)
     if rank is not None:
         stale[:, rank] = 1

@@ -31,7 +31,10 @@ def guide(run: Search) -> None:
     if known is None or run.order is None:
         return
     base = base_rule(run.problem)
+    before = known.effort
     for windows in _guides(known, run.best):
+        run.effort += known.effort - before
+        before = known.effort
         for blend in BLENDS:
             due = _due(run.problem, known.table, windows, blend)
             for hold in HOLDS:
@@ -103,9 +106,9 @@ def _near(run: Search, rule: Rule, due: Floats) -> tuple[Rule, Floats]:
     changed = due.copy()
     size = rule.period * (0.3, 1.0, 3.0)[int(random.integers(0, 3))]
     what = int(random.integers(0, 4))
-    low = int(random.integers(0, due.shape[2]))
+    low = int(random.integers(0, int(run.problem.count.max())))
     high = low + int(random.integers(1, 6))
-    kind, place = int(random.integers(0, 3)), int(random.integers(0, due.shape[1]))
+    kind, place = int(random.integers(0, 3)), int(random.integers(0, run.problem.places))
     if what == 0:
         changed[kind, place, low:high] += float(random.normal(0, size))
     elif what == 1:

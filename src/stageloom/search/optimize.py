@@ -166,10 +166,10 @@ def _steps() -> Iterator[tuple[str, Callable[[Search], None]]]:
     while True:
         for depth in range(DEPTHS):
             yield "deadlines", partial(deadlines, depth=depth)
+        yield "CP-SAT", windows
+        yield "annealing", anneal
         yield "windows", guide
         yield "windows", follow
-        yield "annealing", anneal
-        yield "CP-SAT", windows
         yield "climbing", climb
 
 

@@ -62,7 +62,7 @@ def gap(best: float, bound: float) -> float:
 @dataclass
 class Search:
     """The state of a search. `effort`: nominal seconds of work done; `rules`: the best of the list scheduler;
-    `guided`: the best of it by windows, with the priorities of their ops."""
+    `guided`: the best of it by windows, with the priorities of their ops; `simple`: the bound before any deadline."""
 
     problem: Problem
     objective: str
@@ -80,6 +80,7 @@ class Search:
     step: str = ""
     cut: bool = False
     known: Deadlines | None = None
+    simple: float = 0.0
     guided: list[tuple[float, Rule, Floats]] = field(default_factory=list[tuple[float, Rule, Floats]])
 
     @property
@@ -171,7 +172,9 @@ def deadlines(run: Search, depth: int = 0) -> None:
         table = tabled(run.problem)
         if 20 * table.sweep > budget:
             return  # not one deadline could be judged
-        run.known = Deadlines(table, run.bound)
+        run.known, run.simple = Deadlines(table, run.bound), run.bound
+    if depth and run.known.low <= run.simple:
+        return  # windows see less here than the simple bounds do, and probing them seldom catches up
     before = run.known.effort
     bound = run.known.below(run.best, depth, budget)
     run.effort += run.known.effort - before
@@ -200,7 +203,7 @@ def climb(run: Search) -> None:
 def anneal(run: Search) -> None:
     """Annealing on the order: from the best, and from what the best rules give, hot and cool."""
     assert run.order is not None
-    portion = 0.08 * run.seconds
+    portion = 0.1 * run.seconds
     for hot, from_rules in ((0.0005, False), (0.001, True), (0.0015, False)):
         if run.over:
             return
