@@ -16,7 +16,7 @@ from stageloom.errors import ScheduleError
 from stageloom.metrics import Metrics, measure
 from stageloom.schedule import Schedule
 from stageloom.search.optimize import Outcome
-from stageloom.search.problem import Problem, to_schedule
+from stageloom.search.problem import Problem
 from stageloom.search.standing import Standing
 from stageloom.simulate import simulate
 from stageloom.validate import problems
@@ -31,11 +31,17 @@ MEANING: Final = {
 def checked(outcome: Outcome, name: str = "optimized") -> tuple[Schedule, Metrics]:
     """The found order as a schedule, validated, and its metrics by the simulator. Raises ScheduleError where they do
     not agree with what the search says, which would be a fault of the search."""
-    schedule = to_schedule(outcome.problem, outcome.order, name)
+    schedule = outcome.schedule(name)
     found = problems(schedule)
     if found:
         raise ScheduleError(f"{name}: the search made an order that cannot run: {found[0]}", [str(p) for p in found])
     return schedule, measure(simulate(schedule, outcome.problem.costs))
+
+
+def overlapped(outcome: Outcome) -> int:
+    """How many forwards are overlapped with a backward."""
+    items = outcome.paired
+    return 0 if items is None else int(((items.front >= 0) & (items.rear >= 0)).sum())
 
 
 def _peak(problem: Problem, metrics: Metrics) -> float:
@@ -69,6 +75,8 @@ def print_outcome(
     limit = problem.limit / problem.unit
     allowed = _held(problem, float(limit.min())) if limit.min() == limit.max() else "by rank"
     out.print(f"memory     fullest rank {_held(problem, _peak(problem, metrics))} of {allowed} {problem.unit_name}")
+    if outcome.paired is not None:
+        out.print(f"pairs      {overlapped(outcome)} of {int(problem.count.sum())} forwards run beside a full backward")
     if counts is not None:
         out.print(f"layers     {' '.join(map(str, counts))}, by stage")
     for words, row in (
@@ -125,6 +133,7 @@ def outcome_json(
         "memory_unit": outcome.problem.unit_name,
         "memory_limit": np.round(outcome.problem.limit / outcome.problem.unit, 9).tolist(),
         "best_published": None if best is None else asdict(best),
+        "pairs": overlapped(outcome),
         "seconds": outcome.spent,
         "metrics": asdict(metrics),
     }

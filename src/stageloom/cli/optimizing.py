@@ -22,6 +22,7 @@ from stageloom.cli.app import (
     Latency,
     Microbatches,
     Out,
+    Overlap,
     Ranks,
     TimeB,
     TimeF,
@@ -41,6 +42,7 @@ from stageloom.placement import Placement, line, loop, two_way, zigzag
 from stageloom.render.files import write_whole
 from stageloom.schedule import dumps
 from stageloom.search.optimize import Outcome, Progress, search
+from stageloom.search.pairs import search_pairs
 from stageloom.search.pareto import curve
 from stageloom.search.partition import partition
 from stageloom.search.problem import Problem, pose
@@ -75,6 +77,7 @@ def optimize(
     b: TimeB = None,
     w: TimeW = None,
     latency: Latency = None,
+    overlap: Overlap = None,
     w_share: WShare = None,
     costs: CostsFile = None,
     unit: UnitOption = None,
@@ -97,6 +100,13 @@ def optimize(
     fused: Annotated[
         str | None, typer.Option("--fused", metavar="STAGES", help="Stages that cannot split B and W, as 0,7; or all.")
     ] = None,
+    pairs: Annotated[
+        bool | None,
+        typer.Option(
+            "--pairs/--no-pairs",
+            help="Forwards overlapped with full backwards, or not [where the costs say that it saves time].",
+        ),
+    ] = None,
     layers: Annotated[
         bool, typer.Option("--partition", help="The costs' lists are of layers: choose how many each stage gets.")
     ] = False,
@@ -108,7 +118,8 @@ def optimize(
     as_json: Json = False,
 ) -> None:
     """The best order for these costs within this memory, how far from optimal it can be, and what it wins."""
-    given = read_costs(costs, f=f, b=b, w=w, latency=latency, overlap=None, w_share=w_share, unit=unit, tokens=None)
+    given = read_costs(costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=w_share, unit=unit, tokens=None)
+    pairs = given.overlap_factor() < 1 if pairs is None else pairs
     tried = (Place.line, Place.v, Place.loop) if placement is Place.best else (placement,)
     places = [_placed(each, ranks, chunks if each is Place.loop else None, microbatches) for each in tried]
     if chunks is not None and (Place.loop not in tried or chunks < 1):
@@ -128,13 +139,15 @@ def optimize(
     if layers:
         few = min(2.0, seconds / 20)
         chosen = partition(
-            given, stages.stages, ranks, lambda each: _quick(posed(memory, each), objective.value, few, seed)
+            given, stages.stages, ranks, lambda each: _quick(posed(memory, each), objective.value, few, seed, pairs)
         )
         counts, given = chosen.counts, chosen.costs
     if pareto:
-        _pareto(lambda limit: posed(limit, given), objective.value, seconds, seed, out, as_json=as_json)
+        _pareto(lambda limit: posed(limit, given), objective.value, seconds, seed, out, pairs=pairs, as_json=as_json)
         return
-    outcomes = [_run(posed(memory, given, each), objective.value, seconds / len(places), seed) for each in places]
+    outcomes = [
+        _run(posed(memory, given, each), objective.value, seconds / len(places), seed, pairs) for each in places
+    ]
     outcome = min(outcomes, key=lambda each: each.best)
     schedule, metrics = checked(outcome)
     rows, _ = standings(outcome.problem, objective.value)
@@ -192,11 +205,12 @@ def _posed(placement: Placement, microbatches: int, costs: Costs, memory: str, f
     return pose(placement, microbatches, costs, limit=limit, fused=fused)
 
 
-def _quick(problem: Problem, objective: str, seconds: float, seed: int) -> float:
-    return search(problem, objective=objective, seconds=max(seconds, 0.01), seed=seed).best
+def _quick(problem: Problem, objective: str, seconds: float, seed: int, pairs: bool) -> float:
+    return (search_pairs if pairs else search)(problem, objective=objective, seconds=max(seconds, 0.01), seed=seed).best
 
 
-def _run(problem: Problem, objective: str, seconds: float, seed: int) -> Outcome:
+def _run(problem: Problem, objective: str, seconds: float, seed: int, pairs: bool) -> Outcome:
+    searcher = search_pairs if pairs else search
     errors = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Bar(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -206,14 +220,21 @@ def _run(problem: Problem, objective: str, seconds: float, seed: int) -> Outcome
             words = f"{now.step}: best {time(now.best)}, bound {time(now.bound)}, gap {100 * now.gap:.2f} %"
             bar.update(task, description=words)
 
-        return search(problem, objective=objective, seconds=seconds, seed=seed, progress=show)
+        return searcher(problem, objective=objective, seconds=seconds, seed=seed, progress=show)
 
 
 # ------------------------------------------------------------------ the curve
 
 
 def _pareto(
-    posed: Callable[[str], Problem], objective: str, seconds: float, seed: int, out: Path | None, *, as_json: bool
+    posed: Callable[[str], Problem],
+    objective: str,
+    seconds: float,
+    seed: int,
+    out: Path | None,
+    *,
+    pairs: bool,
+    as_json: bool,
 ) -> None:
     from stageloom.cli.curve import draw, write_svg
 
@@ -230,6 +251,7 @@ def _pareto(
             objective=objective,
             seconds=seconds / len(multiples),
             seed=seed,
+            pairs=pairs,
             progress=lambda memory: bar.update(task, description=f"memory {memory:g}"),
         )
     rows = _free(posed("1000000u"), objective)

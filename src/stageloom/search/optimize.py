@@ -19,11 +19,14 @@ import numpy as np
 from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.placement import line
+from stageloom.schedule import Schedule
 from stageloom.search import local
 from stageloom.search.bounds import lower_bound, smallest_limits
 from stageloom.search.dispatch import Rule, scheduled
+from stageloom.search.joining import pays, relaxed, search_joined
 from stageloom.search.order import Value, evaluate, starts
-from stageloom.search.problem import Ints, Problem, pose, pose_again
+from stageloom.search.pairing import Items, to_paired
+from stageloom.search.problem import Ints, Problem, pose, pose_again, to_schedule
 from stageloom.search.rules import base_rule
 from stageloom.search.steps import CLOSE, Progress, Search, anneal, climb, gap, published, solve, try_rules, windows
 from stageloom.search.unroll import unrolled
@@ -38,7 +41,8 @@ LARGE: Final = 30_000
 class Outcome:
     """The best order found. `source`: the step that found it; `spent`: wall-clock seconds by step; `cut_short`: the
     machine was too slow for the effort asked for, so that a faster one would give another order; `rules`: the
-    best of the list scheduler."""
+    best of the list scheduler; `paired`: the order with overlapped pairs, where one was searched for and is the better
+    one (`order` is then the best without)."""
 
     problem: Problem
     order: Ints
@@ -49,6 +53,13 @@ class Outcome:
     spent: dict[str, float]
     cut_short: bool
     rules: tuple[Rule, ...] = ()
+    paired: Items | None = None
+
+    def schedule(self, name: str) -> Schedule:
+        """The order as a schedule."""
+        if self.paired is not None:
+            return to_paired(self.problem, self.paired, name)
+        return to_schedule(self.problem, self.order, name)
 
     @property
     def best(self) -> float:
@@ -61,7 +72,7 @@ class Outcome:
 
 def check_limits(problem: Problem) -> None:
     """Raise InputError where not even one micro-batch can pass, with the smallest limit that lets it."""
-    need = smallest_limits(problem)
+    need = smallest_limits(relaxed(problem))
     short = np.flatnonzero(need > problem.limit)
     if not len(short):
         return
@@ -81,9 +92,10 @@ def search(
     seconds: float = 30.0,
     seed: int = 0,
     start: Sequence[Ints] = (),
+    start_pairs: Sequence[Items] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    """The best order that this effort finds, from `start` too where given.
+    """The best order that this effort finds, from `start` (and `start_pairs`, `Outcome.paired`) too where given.
 
     Raises InputError for an infeasible limit or a wrong argument.
     """
@@ -95,6 +107,23 @@ def search(
         raise InputError(f"seed = {seed}; a whole number of at least 0 is needed")
     check_limits(problem)
     warm_up()
+    if pays(problem).any():
+        return search_joined(
+            problem, _apart, objective=objective, seconds=seconds, seed=seed, start=start, start_pairs=start_pairs,
+            progress=progress,
+        )  # fmt: skip
+    return _apart(problem, objective, seconds, seed, start, progress)
+
+
+def _apart(
+    problem: Problem,
+    objective: str,
+    seconds: float,
+    seed: int,
+    start: Sequence[Ints],
+    progress: Callable[[Progress], None] | None,
+) -> Outcome:
+    """The search of a problem in which no B and W are joined but those that are fused."""
     short = _short_step(problem)
     if short is not None:
         outcome = _by_unrolling(problem, short, objective, seconds, seed, progress)
@@ -105,7 +134,7 @@ def search(
         progress or (lambda _: None),
     )  # fmt: skip
     for order in start:
-        value = evaluate(problem, order)
+        value = evaluate(problem, order) if len(order) == problem.ops else None
         if value is not None:
             run.offer(order, value, "start")
     for name, step in _steps():
@@ -169,7 +198,7 @@ def _by_unrolling(
     seed: int,
     progress: Callable[[Progress], None] | None,
 ) -> Outcome | None:
-    found = search(short, objective=objective, seconds=seconds, seed=seed, progress=progress)
+    found = _apart(short, objective, seconds, seed, (), progress)
     began = clock.perf_counter()
     tried = [(found.source, found.order)]
     tried += [("rules", out[0]) for rule in found.rules if (out := scheduled(short, rule)) is not None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from stageloom.errors import InputError
 from stageloom.search.bounds import smallest_limits
 from stageloom.search.optimize import Outcome, search
+from stageloom.search.pairs import search_pairs
 from stageloom.search.problem import Problem
 
 
@@ -28,10 +29,12 @@ def curve(
     objective: str,
     seconds: float,
     seed: int,
+    pairs: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> list[Point]:
     """The best order at each limit that is feasible, `seconds` for each. An order that fits less memory fits more, so
-    the curve never rises: each search starts from the one before."""
+    the curve never rises: each search starts from the one before. `pairs`: forwards may be overlapped with backwards.
+    """
     points: list[Point] = []
     for memory in sorted(multiples):
         problem = problem_at(memory)
@@ -39,8 +42,12 @@ def curve(
             continue
         if progress is not None:
             progress(memory)
-        before = [points[-1].outcome.order] if points else []
-        found = search(problem, objective=objective, seconds=seconds, seed=seed, start=before)
+        before = [point.outcome for point in points[-1:]]
+        orders = [each.order for each in before]
+        paired = [each.paired for each in before if each.paired is not None]
+        found = (search_pairs if pairs else search)(
+            problem, objective=objective, seconds=seconds, seed=seed, start=orders, start_pairs=paired
+        )
         points.append(Point(memory, found.best, found.bound, found))
     if not points:
         raise InputError(
