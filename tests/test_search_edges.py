@@ -59,22 +59,6 @@ def test_with_as_little_memory_as_can_be_micro_batches_go_one_by_one(placement: 
 def test_ctrl_c_ends_the_exact_search_at_once() -> None:
     sizes = ["-p", "3", "-m", "5", "--placement", "v", "--memory", "0.67"]
     words = ["optimize", *sizes, "--f", "1.3", "--w", "0.7", "--seconds", "9000"]
-        "optimize",
-        "-p",
-        "3",
-        "-m",
-        "5",
-        "--f",
-        "1.3",
-        "--w",
-        "0.7",
-        "--placement",
-        "v",
-        "--memory",
-        "0.67",
-        "--seconds",
-        "9000",
-    ]
     program = f"""
 import sys
 from stageloom.cli import main

@@ -79,7 +79,7 @@ def test_both_forms_of_every_kernel_agree(placement: Placement, microbatches: in
         )
         assert getattr(dispatch, form)(
             problem.stages, problem.count, problem.rank, members, first, last_of, *tables, problem.fused, problem.limit,
-            problem.offsets, rule.phase, rule.period, rule.ahead, rule.hold, rule.wait, rule.fill, order, spans,
+            problem.offsets, rule.due(problem), rule.ahead, rule.hold, rule.wait, rule.fill, order, spans,
         )  # fmt: skip
         assert (
             getattr(replay, form)(

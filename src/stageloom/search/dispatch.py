@@ -1,8 +1,8 @@
 """List scheduling under memory limits: whenever a rank is free it takes the ready op of the best priority.
 
-Priorities are periodic: the i-th op of class (kind, place) has `phase[kind, place] + i * period`, smaller first, so the
-difference of two phases over the period is how many micro-batches a place runs ahead. W fills waits; it also runs when
-more than `hold` of a rank's are owed, or when a forward is wanted that memory keeps out.
+A rule's priorities are periodic: the i-th op of class (kind, place) has `phase[kind, place] + i * period`, smaller
+first, so the difference of two phases over the period is how many micro-batches a place runs ahead. W fills waits; it
+also runs when more than `hold` of a rank's are owed, or when a forward is wanted that memory keeps out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def dispatch(
     fused: Any,
     limit: Any,
     offsets: Any,
-    phase: Any,
-    period: float,
+    due: Any,
     ahead: Any,
     hold: Any,
     wait: float,
@@ -43,6 +42,7 @@ def dispatch(
 ) -> bool:
     """Build one order. Fills `order` (classes, rank by rank) and `spans` (first start, last end of every rank).
 
+    `due[kind, place, n]`: priority of every op, smaller first.
     `members[first[rank] : first[rank + 1]]`: the places of a rank; `last_of[place]`: the last place of its path on its
     rank. `ahead[place]`: the most micro-batches between its F and its B. `wait`: an op that arrives within this part
     of the best one's time goes before it where its priority is better. `fill`: the part of a W that may stick out of a
@@ -87,7 +87,7 @@ def dispatch(
             back = done[1, place]
             if not fused[place] and done[2, place] < back:
                 owed += back - done[2, place]
-                priority = phase[2, place] + done[2, place] * period
+                priority = due[2, place, done[2, place]]
                 if priority < weight_priority:
                     weight_priority = priority
                     weight = place
@@ -98,7 +98,7 @@ def dispatch(
                         ready = max(ready, ends[1, place + 1, back] + lag[1, place])
                     else:
                         ready = 1e300
-                priority = phase[1, place] + back * period
+                priority = due[1, place, back]
                 if step[1, place] > 0 and held[rank] + step[1, place] > limit[rank]:
                     shut_out = shut_out or ready <= now
                 elif ready <= now:
@@ -119,7 +119,7 @@ def dispatch(
                         ready = 1e300
                 if ready >= 1e299:
                     continue
-                priority = phase[0, place] + forward * period
+                priority = due[0, place, forward]
                 # What must stay free: a micro-batch that has begun here has to reach its last place on this rank,
                 # and the other path must not be shut out for good.
                 reserve = 0
@@ -195,15 +195,20 @@ class Rule:
     wait: float
     fill: float
 
+    def due(self, problem: Problem) -> Floats:
+        """Priority `[kind, place, n]` of every op."""
+        most = int(problem.count.max())
+        return self.phase[:, :, None] + self.period * np.arange(most)
 
-def scheduled(problem: Problem, rule: Rule) -> tuple[Ints, Floats] | None:
-    """(order, spans) of one run; None where it deadlocks."""
+
+def scheduled(problem: Problem, rule: Rule, due: Floats | None = None) -> tuple[Ints, Floats] | None:
+    """(order, spans) of one run, with `due` in place of the rule's priorities where given; None where it deadlocks."""
     order = np.empty(problem.ops, dtype=np.int32)
     spans = np.zeros((2, problem.ranks))
     members, first, last_of = problem.members
     done = dispatch.pick(problem.ops)(
         problem.stages, problem.count, problem.rank, members, first, last_of, problem.time, problem.step, problem.lag,
-        problem.fused, problem.limit, problem.offsets, rule.phase, rule.period, rule.ahead, rule.hold, rule.wait,
-        rule.fill, order, spans,
+        problem.fused, problem.limit, problem.offsets, rule.due(problem) if due is None else due, rule.ahead, rule.hold,
+        rule.wait, rule.fill, order, spans,
     )  # fmt: skip
     return (order, spans) if done else None

@@ -1,8 +1,8 @@
 """Orders in which a B and its W may be one op, a BW: where that takes less time than the two, or holds less.
 
-Three searches without the choice, and one with it: every such stage fused; every one split; the *relaxed* problem, which
-every order is an order of and whose bound therefore holds for all; then annealing over orders in which each backward is
-split or joined, from the best of these and from every published order with its BWs.
+Three searches without the choice, and one with it: every such stage fused; every one split; the *relaxed* problem,
+which every order is an order of and whose bound therefore holds for all; then annealing over orders in which each
+backward is split or joined, from the best of these and from every published order with its BWs.
 """
 
 from __future__ import annotations

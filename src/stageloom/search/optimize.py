@@ -11,7 +11,7 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -21,14 +21,29 @@ from stageloom.errors import InputError
 from stageloom.placement import line
 from stageloom.schedule import Schedule
 from stageloom.search import local
+from stageloom.search.asked import DEPTHS
 from stageloom.search.bounds import lower_bound, smallest_limits
+from stageloom.search.deadline import refuted, tabled
 from stageloom.search.dispatch import Rule, scheduled
+from stageloom.search.guided import follow, guide
 from stageloom.search.joining import pays, relaxed, search_joined
 from stageloom.search.order import Value, evaluate, starts
 from stageloom.search.pairing import Items, to_paired
 from stageloom.search.problem import Ints, Problem, pose, pose_again, to_schedule
 from stageloom.search.rules import base_rule
-from stageloom.search.steps import CLOSE, Progress, Search, anneal, climb, gap, published, solve, try_rules, windows
+from stageloom.search.steps import (
+    CLOSE,
+    Progress,
+    Search,
+    anneal,
+    climb,
+    deadlines,
+    gap,
+    published,
+    solve,
+    try_rules,
+    windows,
+)
 from stageloom.search.unroll import unrolled
 from stageloom.search.zero_bubble import orders
 
@@ -164,18 +179,26 @@ def warm_up() -> None:
     assert out is not None
     starts(tiny, out[0])
     orders(tiny)
+    refuted(tabled(tiny), 1.0)
     local.annealed(tiny, out[0], objective="makespan", goal=0.0, moves=1, seed=0, hot=0.1, cold=0.1)
 
 
 def _steps() -> Iterator[tuple[str, Callable[[Search], None]]]:
     yield "published", published
     yield "rules", try_rules
+    yield "deadlines", deadlines
+    yield "windows", guide
+    yield "windows", follow
     yield "climbing", climb
     yield "annealing", anneal
     yield "exact", solve
     while True:
-        yield "windows", windows
+        for depth in range(DEPTHS):
+            yield "deadlines", partial(deadlines, depth=depth)
+        yield "CP-SAT", windows
         yield "annealing", anneal
+        yield "windows", guide
+        yield "windows", follow
         yield "climbing", climb
 
 

@@ -88,8 +88,8 @@ def standings(
     problem: Problem, objective: str, progress: Callable[[str], None] | None = None
 ) -> tuple[list[Standing], list[str]]:
     """Every synchronous schedule of whole micro-batches at the problem's sizes: those that fit first, best first; and
-    the names of those that these sizes do not allow. ZB-greedy is given the limit itself. Where stages are fused, so are
-    theirs; of a schedule with other stages all, or none."""
+    the names of those that these sizes do not allow. ZB-greedy is given the limit itself. Where stages are fused, so
+    are theirs; of a schedule with other stages all, or none."""
     rows: list[Standing] = []
     refused: list[str] = []
     for record in records():

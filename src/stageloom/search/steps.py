@@ -13,10 +13,12 @@ import numpy as np
 from stageloom.errors import MissingExtra, StageloomError
 from stageloom.schedules import records
 from stageloom.search import exact
+from stageloom.search.asked import Deadlines
+from stageloom.search.deadline import tabled
 from stageloom.search.dispatch import Rule, scheduled
 from stageloom.search.local import annealed
 from stageloom.search.order import Value, evaluate, value_of
-from stageloom.search.problem import Ints, Problem, from_schedule
+from stageloom.search.problem import Floats, Ints, Problem, from_schedule
 from stageloom.search.rules import base_rule, changed, grid
 from stageloom.search.serial import serial
 from stageloom.search.zero_bubble import classes, orders
@@ -29,6 +31,8 @@ GRACE: Final = 20.0
 PATIENCE: Final = 4.0
 """Wall-clock time, as a multiple of the nominal seconds (and GRACE more), after which a search is cut short."""
 CLOSE: Final = 1e-9
+BOUNDING: Final = (0.1, 0.1, 0.2)
+"""Parts of the seconds that deadlines may take at each depth, each time."""
 SEEDS: Final = 2_000_000_000
 SMALL: Final = 110
 """Ops up to which CP-SAT is given the whole problem."""
@@ -58,7 +62,8 @@ def gap(best: float, bound: float) -> float:
 
 @dataclass
 class Search:
-    """The state of a search. `effort`: nominal seconds of work done; `rules`: the best of the list scheduler."""
+    """The state of a search. `effort`: nominal seconds of work done; `rules`: the best of the list scheduler;
+    `guided`: the best of it by windows, with the priorities of their ops; `simple`: the bound before any deadline."""
 
     problem: Problem
     objective: str
@@ -75,6 +80,9 @@ class Search:
     began: float = field(default_factory=clock.perf_counter)
     step: str = ""
     cut: bool = False
+    known: Deadlines | None = None
+    simple: float = 0.0
+    guided: list[tuple[float, Rule, Floats]] = field(default_factory=list[tuple[float, Rule, Floats]])
 
     @property
     def best(self) -> float:
@@ -161,11 +169,31 @@ def _try(run: Search, rule: Rule, keep: int = 6) -> float:
     return found
 
 
+def deadlines(run: Search, depth: int = 0) -> None:
+    """Raise the bound by refuting deadlines; where the best is refuted but for a hair, it is optimal."""
+    if run.objective != "makespan":
+        return
+    budget = BOUNDING[depth] * run.seconds
+    if run.known is None:
+        table = tabled(run.problem)
+        if 20 * table.sweep > budget:
+            return  # not one deadline could be judged
+        run.known, run.simple = Deadlines(table, run.bound), run.bound
+    if depth and run.known.low <= run.simple:
+        return  # windows see less here than the simple bounds do, and probing them seldom catches up
+    before = run.known.effort
+    bound = run.known.below(run.best, depth, budget)
+    run.effort += run.known.effort - before
+    if bound > run.bound:
+        run.bound = bound
+        run.tell()
+
+
 def climb(run: Search) -> None:
     """Hill climbing on the rules from the best and from another of the best."""
     for start in (0, int(run.random.integers(0, len(run.rules)))):
         value, rule = run.rules[start]
-        budget = run.effort + max(0.12 * run.seconds, 0.02)
+        budget = run.effort + max(0.08 * run.seconds, 0.02)
         failures = 0
         while run.effort < budget and not run.over:
             other = changed(rule, run.problem, run.random)
@@ -246,5 +274,5 @@ def windows(run: Search) -> None:
         if found is None or after is None or after.makespan > value.makespan * (1 + CLOSE):
             continue
         order, value = found, after
-        run.offer(order, value, "windows")
+        run.offer(order, value, "CP-SAT")
         run.tell()
