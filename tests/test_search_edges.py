@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import stageloom as sl
-from stageloom.cli.optimized import checked
 from stageloom.placement import Placement
 from stageloom.search.bounds import lower_bound, smallest_limits
-from stageloom.search.optimize import check_limits, search
+from stageloom.search.limits import check_limits
+from stageloom.search.optimize import search
 from stageloom.search.order import evaluate
 from stageloom.search.problem import Problem, pose, to_schedule
 from stageloom.search.serial import serial
+from stageloom.search.settled import checked
 
 
 @pytest.mark.parametrize("placement", [sl.line(4), sl.zigzag(4, 2), sl.two_way(4)])

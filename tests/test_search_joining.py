@@ -1,4 +1,4 @@
-"""Backwards that are shorter, or hold less, in one op: bounds hold for every published order, and none beats the result."""
+"""Backwards that are shorter, or hold less, in one op: bounds hold for every published order, none beats the result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import stageloom as sl
-from stageloom.cli.optimized import checked
 from stageloom.placement import Placement
 from stageloom.search.bounds import lower_bound, smallest_limits
 from stageloom.search.joining import ends_split, fused_where, items_of, neighbours_joined, pays, relaxed
@@ -14,6 +13,7 @@ from stageloom.search.optimize import search
 from stageloom.search.pairing import evaluate, tables_of, to_paired
 from stageloom.search.pareto import curve
 from stageloom.search.problem import pose
+from stageloom.search.settled import checked
 from stageloom.search.standing import standings
 
 PLACES = (sl.line(3), sl.line(4), sl.zigzag(3, 2), sl.loop(2, 2), sl.two_way(4))
@@ -91,11 +91,11 @@ def test_where_joining_does_not_pay_nothing_changes() -> None:
 def test_neighbours_join_and_ends_split() -> None:
     problem = pose(sl.line(2), 3, sl.Costs(BW=1.2))
     rank = np.repeat([0, 1], 9).astype(np.int32)
-    code = np.array([0, 0, 2, 4, 0, 2, 2, 4, 4] + [1, 3, 5, 1, 3, 1, 5, 3, 5], dtype=np.int32)
+    code = np.array([0, 0, 2, 4, 0, 2, 2, 4, 4, 1, 3, 5, 1, 3, 1, 5, 3, 5], dtype=np.int32)
     joined = neighbours_joined(problem, rank, code, pays(problem))
-    assert joined[1].tolist() == [0, 0, 6, 0, 2, 6, 4] + [1, 7, 1, 3, 1, 5, 7]
+    assert joined[1].tolist() == [0, 0, 6, 0, 2, 6, 4, 1, 7, 1, 3, 1, 5, 7]
     split = ends_split(problem, *joined, 1)
-    assert split[1].tolist() == [0, 0, 6, 0, 2, 6, 4] + [1, 7, 1, 3, 1, 5, 3, 5]
+    assert split[1].tolist() == [0, 0, 6, 0, 2, 6, 4, 1, 7, 1, 3, 1, 5, 3, 5]
     items = items_of(problem, *joined)
     value = evaluate(tables_of(problem), items)
     schedule = to_paired(problem, items, "joined")

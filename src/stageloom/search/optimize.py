@@ -22,11 +22,12 @@ from stageloom.placement import line
 from stageloom.schedule import Schedule
 from stageloom.search import local
 from stageloom.search.asked import DEPTHS
-from stageloom.search.bounds import lower_bound, smallest_limits
+from stageloom.search.bounds import lower_bound
 from stageloom.search.deadline import refuted, tabled
 from stageloom.search.dispatch import Rule, scheduled
 from stageloom.search.guided import follow, guide
-from stageloom.search.joining import pays, relaxed, search_joined
+from stageloom.search.joining import pays, search_joined
+from stageloom.search.limits import check_limits
 from stageloom.search.order import Value, evaluate, starts
 from stageloom.search.pairing import Items, to_paired
 from stageloom.search.problem import Ints, Problem, pose, pose_again, to_schedule
@@ -83,21 +84,6 @@ class Outcome:
     @property
     def gap(self) -> float:
         return gap(self.best, self.bound)
-
-
-def check_limits(problem: Problem) -> None:
-    """Raise InputError where not even one micro-batch can pass, with the smallest limit that lets it."""
-    need = smallest_limits(relaxed(problem))
-    short = np.flatnonzero(need > problem.limit)
-    if not len(short):
-        return
-    rank = int(short[0])
-    unit = problem.unit
-    raise InputError(
-        f"memory: rank {rank} may hold {problem.limit[rank] / unit:.6g} {problem.unit_name}, which is too little for "
-        f"one micro-batch to pass; the smallest feasible limit is {need[rank] / unit:.6g} there, and "
-        f"{need.max() / unit:.6g} on all ranks"
-    )
 
 
 def search(
@@ -159,11 +145,8 @@ def _apart(
         began = clock.perf_counter()
         step(run)
         run.spent[name] = run.spent.get(name, 0.0) + clock.perf_counter() - began
-    if run.order is None or run.value is None:
-        raise InputError(
-            "memory: no order was found within these limits; the smallest feasible ones lie between "
-            f"{smallest_limits(problem).max() / problem.unit:.6g} and what is given, in {problem.unit_name}"
-        )
+    assert run.order is not None  # one micro-batch after another fits every limit that is feasible
+    assert run.value is not None
     return Outcome(
         problem, run.order, objective, run.value, min(run.bound, run.best), run.source, run.spent,
         cut_short=(run.late or run.cut) and not run.closed, rules=tuple(rule for _, rule in run.rules),

@@ -22,7 +22,8 @@ TOLERANCE = 1e-9
 @dataclass(frozen=True)
 class Standing:
     """A published schedule: its makespan and cost, the fullest rank's activations (in what the limit is given in), and
-    whether every rank stays within its limit. `same_placement`: its stages stand where the found order's do."""
+    whether every rank stays within its limit. `same_placement`: its stages stand where the found order's do. `copies`:
+    how many of the parameters it holds."""
 
     name: str
     makespan: float
@@ -30,6 +31,7 @@ class Standing:
     peak: float
     fits: bool
     same_placement: bool
+    copies: int = 1
 
     def of(self, objective: str) -> float:
         return self.cost if objective == "cost" else self.makespan
@@ -108,6 +110,7 @@ def standings(
                     float(peaks_of(problem, metrics).max()),
                     fits(problem, metrics),
                     schedule.placement == problem.placement,
+                    len(schedule.placement.paths),
                 )
             )
     return sorted(rows, key=lambda row: (not row.fits, row.of(objective), row.peak, row.name)), refused

@@ -136,7 +136,7 @@ def published(run: Search) -> None:
             order = classes(problem, kinds)
             value = evaluate(problem, order)
             if value is not None:
-                run.offer(order, value, "zb-greedy")
+                run.offer(order, value, "a variant of zb-greedy")
 
 
 def try_rules(run: Search) -> None:
