@@ -11,7 +11,9 @@ import torch
 import stageloom as sl
 from pair_tasks import refused_pair, train_moe, train_own, whole_moe, whole_own
 from stageloom.execute.workers import Failure, Pool
+from stageloom.placement import Placement
 from stageloom.schedule import Schedule
+from stageloom.search import pose, search_pairs
 
 pytestmark = pytest.mark.torch
 TOLERANCE = 1e-10
@@ -84,6 +86,15 @@ def test_experts_on_several_ranks(
 ) -> None:
     schedule = sl.build(name, ranks, microbatches)
     results = check_moe(pool, schedule, spread, layers, steps=2)
+    assert {how for result in results for how in result["overlaps"].values()} == {PAIRS}
+
+
+@pytest.mark.parametrize("placement", [sl.two_way(2), sl.zigzag(2, 2)])
+def test_an_order_that_the_optimiser_found(placement: Placement, pool: Pool) -> None:
+    problem = pose(placement, 6, sl.Costs(overlap_fraction=0.67), limit=2.5)
+    schedule = search_pairs(problem, seconds=0.2).schedule("found")
+    assert schedule.pair.any()
+    results = check_moe(pool, schedule, 2)
     assert {how for result in results for how in result["overlaps"].values()} == {PAIRS}
 
 

@@ -11,12 +11,12 @@ from typing import NoReturn
 
 import typer
 
-from stageloom.cli import commands, optimizing, profiling, running
+from stageloom.cli import commands, optimizing, planning, profiling, running
 from stageloom.cli.app import app
 from stageloom.errors import StageloomError
 from stageloom.execute.joining import leave_the_word
 
-__all__ = ["app", "commands", "main", "optimizing", "profiling", "running"]
+__all__ = ["app", "commands", "main", "optimizing", "planning", "profiling", "running"]
 
 
 # typer brings its own copy of click or uses the installed one; either way this is the base of its usage errors.

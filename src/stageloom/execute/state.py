@@ -70,7 +70,7 @@ class Names:
             given, shape = state[found], getattr(current, "shape", None)
             if shape is not None and getattr(given, "shape", None) != shape:
                 raise InputError(f"{name}: has shape {_shape(given)}; stage {stage} needs {tuple(shape)}")
-            taken[own] = placed_as(given, current) if isinstance(given, Tensor) else given
+            taken[own] = placed_as(given, current)
         return taken
 
 

@@ -79,7 +79,7 @@ def survey(timeline: Timeline) -> Survey:
         begin,
         finish,
         TOLERANCE * (finish - begin),
-        ALLOCATES,
+        ALLOCATES.astype(np.int64),  # sums of 8 bits would overflow in plain Python
         shares,
         ALLOCATES @ shares,
         ranks / schedule.stages / schedule.slices,

@@ -16,6 +16,8 @@ HAIR: Final = 5e-10
 """What the best is shortened by, as a part, to ask whether an order is better."""
 STEP: Final = 2e-3
 """The first step up from what is refuted, as a part of the best."""
+LONGEST: Final = (1.0, 4e-3, 4e-3)
+"""The longest step at each depth: one too far is probed in vain, and at length."""
 DEPTHS: Final = 3
 """0: windows alone; 1: pairs of ops are probed; 2: halves of windows too."""
 
@@ -62,7 +64,7 @@ class Deadlines:
         order's makespan. If that is refuted but for a hair, it is optimal.
 
         What contradicts does so soon, what does not is probed to the end: so deadlines are asked from below, in steps
-        that double, and by halves once one was not refuted.
+        that grow, and by halves once one was not refuted.
         """
         until, step, hair = self.effort + budget, STEP * best, best * (1 - HAIR)
         while self.effort < until and self.low < hair:
@@ -76,5 +78,5 @@ class Deadlines:
             else:
                 deadline = high if not asked and self.low + 1.5 * step >= high else self.low + step
             if self.ask(deadline, depth, until - self.effort):
-                step *= 2
+                step = min(2 * step, LONGEST[depth] * best)
         return self.low

@@ -25,6 +25,20 @@ FILLS: Final = (0.0, 0.3, 0.9)
 KEPT: Final = 6
 
 
+def first(run: Search) -> None:
+    """Both steps, where windows say much; elsewhere the other steps do better to begin with."""
+    if run.tight:
+        guide(run)
+        follow(run)
+
+
+def later(run: Search) -> None:
+    """Both steps, elsewhere."""
+    if not run.tight:
+        guide(run)
+        follow(run)
+
+
 def guide(run: Search) -> None:
     """Schedule by the windows of some deadlines between the bound and the best, over a grid of rules."""
     known = run.known

@@ -25,7 +25,7 @@ from stageloom.search.asked import DEPTHS
 from stageloom.search.bounds import lower_bound
 from stageloom.search.deadline import refuted, tabled
 from stageloom.search.dispatch import Rule, scheduled
-from stageloom.search.guided import follow, guide
+from stageloom.search.guided import first, later
 from stageloom.search.joining import pays, search_joined
 from stageloom.search.limits import check_limits
 from stageloom.search.order import Value, evaluate, starts
@@ -170,19 +170,18 @@ def _steps() -> Iterator[tuple[str, Callable[[Search], None]]]:
     yield "published", published
     yield "rules", try_rules
     yield "deadlines", deadlines
-    yield "windows", guide
-    yield "windows", follow
+    yield "windows", first
     yield "climbing", climb
     yield "annealing", anneal
     yield "exact", solve
     while True:
         for depth in range(DEPTHS):
             yield "deadlines", partial(deadlines, depth=depth)
+        yield "windows", first
         yield "CP-SAT", windows
         yield "annealing", anneal
-        yield "windows", guide
-        yield "windows", follow
         yield "climbing", climb
+        yield "windows", later
 
 
 def _short_step(problem: Problem) -> Problem | None:

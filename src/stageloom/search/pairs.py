@@ -35,6 +35,8 @@ MOVE: Final = 0.07
 """Work of a move of the annealing (most are seen to break the rank's own order), in longest paths."""
 DISPATCH: Final = 3.5
 """The same of a run of the list scheduler."""
+LEAST: Final = 1e-4
+"""Seconds that a run of the list scheduler takes at least, however small the problem."""
 GUIDE: Final = 0.02
 """Weight of the mean end of the ranks, which tells orders of one makespan apart."""
 STARTS: Final = 6
@@ -92,7 +94,8 @@ def search_pairs(
         problem, objective, seconds, random, paired_bound(tables, objective), progress or (lambda _: None),
         value=plain.value, source=plain.source, effort=ALONE * seconds, tables=tables, items=plain.paired,
     )  # fmt: skip
-    for name, step in _steps(plain.order, published, [*start_pairs, *([plain.paired] if plain.paired else [])]):
+    more = start_pairs if plain.paired is None else [*start_pairs, plain.paired]
+    for name, step in _steps(plain.order, published, more):
         if run.over:
             break
         run.step = name
@@ -147,7 +150,7 @@ def _try(run: PairSearch, rule: PairRule) -> float:
     assert run.tables is not None
     items = scheduled(run.tables, rule)
     value = run.try_items(items, run.step)
-    run.pay(DISPATCH)
+    run.effort += max(DISPATCH * run.problem.ops / SPEED, LEAST)
     if items is not None and value < min((each[0] for each in run.found), default=np.inf) - CLOSE * value:
         run.keep_start(value, items)
     return value

@@ -93,6 +93,11 @@ class Search:
         return self.best <= self.bound * (1 + CLOSE)
 
     @property
+    def tight(self) -> bool:
+        """Do windows see more of this problem than the simple bounds do?"""
+        return self.known is not None and self.known.low > self.simple * (1 + CLOSE)
+
+    @property
     def late(self) -> bool:
         return clock.perf_counter() - self.began > PATIENCE * self.seconds + GRACE
 
@@ -179,8 +184,8 @@ def deadlines(run: Search, depth: int = 0) -> None:
         if 20 * table.sweep > budget:
             return  # not one deadline could be judged
         run.known, run.simple = Deadlines(table, run.bound), run.bound
-    if depth and run.known.low <= run.simple:
-        return  # windows see less here than the simple bounds do, and probing them seldom catches up
+    if depth and not run.tight:
+        return  # probing seldom catches up
     before = run.known.effort
     bound = run.known.below(run.best, depth, budget)
     run.effort += run.known.effort - before
@@ -191,9 +196,10 @@ def deadlines(run: Search, depth: int = 0) -> None:
 
 def climb(run: Search) -> None:
     """Hill climbing on the rules from the best and from another of the best."""
+    share = 0.08 if run.tight else 0.12  # `guided` does better there
     for start in (0, int(run.random.integers(0, len(run.rules)))):
         value, rule = run.rules[start]
-        budget = run.effort + max(0.08 * run.seconds, 0.02)
+        budget = run.effort + max(share * run.seconds, 0.02)
         failures = 0
         while run.effort < budget and not run.over:
             other = changed(rule, run.problem, run.random)

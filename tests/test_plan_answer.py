@@ -1,0 +1,141 @@
+"""The answer: what it says beside the best plan, and when it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import stageloom as sl
+from stageloom.errors import InputError
+from stageloom.plan import Model, Training, gpt, load_cluster, load_model
+from stageloom.plan.alternatives import cut_of
+from stageloom.plan.answer import Plan, plan
+from stageloom.plan.layout import Layout, spread
+from stageloom.plan.replicas import replication
+from stageloom.plan.search import search
+from stageloom.plan.space import Refusal, Space
+
+
+@cache
+def answered() -> Plan:
+    """A small mixture of experts whose best schedule overlaps pairs or splits backwards."""
+    model = load_model("mixtral-8x7b")
+    model = replace(model, layers=model.layers[:8])
+    training = Training(2048, 32, tokens=1e12)
+    return plan(model, load_cluster("h100x16"), training, Space(pipeline=4, recompute=("none",)))
+
+
+def test_the_answer_says_what_was_asked() -> None:
+    found = answered()
+    best = found.best
+    assert best.fits
+    assert best.seconds == found.prediction.seconds
+    assert found.gpu_hours == pytest.approx(best.seconds * 16 / 3600 * 1e12 / (2048 * 32))
+    assert found.baseline is not None
+    assert found.saved == pytest.approx(found.hours(found.baseline.seconds) - found.gpu_hours)
+    assert cut_of(found.baseline) == cut_of(best)
+    assert sum(found.prediction.parts.values()) == pytest.approx(best.seconds, rel=1e-6)
+    assert found.found.best == min((one for one in found.found.scored if one.fits), key=lambda one: one.place)
+
+
+def test_alternatives_are_slower_and_say_why() -> None:
+    found = answered()
+    assert 1 <= len(found.alternatives) <= 5
+    for one in found.alternatives:
+        assert one.plan.fits
+        assert one.slower >= 0
+        assert one.why
+    assert [one.slower for one in found.alternatives] == sorted(one.slower for one in found.alternatives)
+
+
+def test_the_rollback_is_where_the_simpler_schedule_is_as_fast() -> None:
+    found = answered()
+    back = found.rollback
+    assert back is not None
+    assert back.to.form.complexity < found.best.form.complexity
+    assert back.seconds >= found.best.seconds
+    for expected, trigger in zip(back.expected, back.trigger, strict=True):
+        assert trigger * back.seconds == pytest.approx(expected * found.best.seconds)
+        assert trigger <= expected <= 1
+
+
+def test_an_expert_heavy_model_gets_pairs_and_a_dense_one_does_not() -> None:
+    """By the numbers: with all-to-alls over the network to hide, overlapped pairs win; a dense model that is as tight
+    in memory has nothing to hide, and a second replica or a pair's memory is not worth it."""
+    model = load_model("deepseek-v3")
+    model = replace(model, layers=model.layers[3:19], predicted=0)
+    cluster = load_cluster("h800x128")
+    training = Training(4096, 512, dtype="fp8", communication_share=20 / 132, optimizer="adam-bf16")
+    space = Space(pipeline=4, tensor=1, expert=32, microbatch=1, recompute=("selective", "full"))
+    sparse = search(model, cluster, training, space)
+    assert sparse.best.form.paired, sparse.best
+    llama = load_model("llama3-70b")
+    even = search(llama, load_cluster("h100x64"), Training(4096, 256), Space(pipeline=8, tensor=2, microbatch=1))
+    assert not even.best.form.paired, even.best
+
+
+def test_two_replicas_cost_a_large_mixture_less_than_a_small_dense_model() -> None:
+    """70 billion dense parameters on P = 8 against 671 billion with experts over 64 GPUs on P = 16, tensor 1."""
+    llama, deepseek = load_model("llama3-70b"), load_model("deepseek-v3")
+    dense = replication(llama, load_cluster("h100x64"), Training(4096, 512), Layout(1, 8, 8, layers=spread(80, 8)))
+    experts = replication(
+        deepseek, load_cluster("h800x2048"), Training(4096, 15360), Layout(1, 16, 128, 64, layers=spread(61, 16))
+    )
+    # a second copy is 2 bytes a weight and 4 a gradient; optimiser state is sharded over both replicas
+    assert dense.extra == pytest.approx(6 * (dense.dense + dense.routed))
+    assert dense.dense + dense.routed == pytest.approx(70.6e9 / 8, rel=0.01)
+    assert dense.extra / 1e9 == pytest.approx(52.9, abs=0.5)
+    assert experts.routed == pytest.approx(58 * 256 * 3 * 7168 * 2048 / 16 / 64, rel=0.03)
+    assert experts.extra < 0.25 * dense.extra
+    assert experts.share < 0.16 < 0.5 < dense.share
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def refused(model: Model, cluster: str, training: Training, space: Space | None = None) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        plan(model, load_cluster(cluster), training, space)
+    return caught.value
+
+
+def test_a_model_that_fits_one_gpu_is_sent_to_data_parallelism() -> None:
+    found = refused(gpt(1024, 16, 8), "h100x8", Training(1024, 64))
+    assert found.reason == "one GPU"
+    assert "data parallelism over 8 GPUs" in str(found)
+    asked = plan(gpt(1024, 16, 8), load_cluster("h100x8"), Training(1024, 64), Space(pipeline=2))
+    assert asked.best.layout.pipeline == 2
+
+
+def test_what_is_missing_where_nothing_fits_and_the_nearest_that_would() -> None:
+    found = refused(load_model("llama3-70b"), "h100x8", Training(4096, 64))
+    assert found.reason == "memory"
+    assert "GB are missing; nearest that would fit: 16 such GPUs" in str(found)
+    assert plan(load_model("llama3-70b"), load_cluster("h100x16"), Training(4096, 64), Space()).best.fits
+
+
+def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can() -> None:
+    found = refused(gpt(1024, 16, 8), "h100x8", Training(1024, 30), Space(tensor=1, pipeline=2))
+    assert found.reason == "batch"
+    assert "nearest: 28" in str(found) or "nearest: 32" in str(found)
+
+
+def test_a_depth_beyond_the_layers_is_refused() -> None:
+    found = refused(gpt(1024, 16, 8), "h100x16", Training(1024, 64), Space(pipeline=16))
+    assert found.reason == "depth"
+    assert "at most 8 stages" in str(found)
+
+
+def test_a_profile_is_for_one_layout() -> None:
+    costs = sl.Costs(unit="ms", F=[10.0] * 4, B=[10.0] * 4, W=[8.0] * 4, latency=0.1)
+    model, cluster, training = gpt(2048, 16, 16), load_cluster("a100-80gx8"), Training(1024, 64)
+    with pytest.raises(InputError, match="fix tensor, pipeline and microbatch"):
+        search(model, cluster, training, measured=costs)
+    space = Space(tensor=1, pipeline=4, microbatch=1)
+    found = search(model, cluster, training, space, measured=costs)
+    # 32 micro-batches of 28 ms each are 0.896 s of work, whatever the model says
+    assert 0.896 < found.best.seconds < 1.2
+    with pytest.raises(InputError, match="no unit of time"):
+        search(model, cluster, training, space, measured=costs.model_copy(update={"unit": None}))
