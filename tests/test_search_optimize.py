@@ -11,13 +11,13 @@ import pytest
 
 import stageloom as sl
 from command import stageloom
-from stageloom.cli.optimized import checked
 from stageloom.errors import InputError
 from stageloom.placement import Placement
 from stageloom.search.optimize import search
 from stageloom.search.pareto import curve
 from stageloom.search.partition import balanced, by_stage, layers_of, partition
 from stageloom.search.problem import pose, to_schedule
+from stageloom.search.settled import checked
 from stageloom.search.standing import standings
 
 PAPER = sl.Costs(F=18.522, B=18.086, W=9.337, latency=0.601, w_share=32 * 2304 / (34 * 2304 + 5 * 24 * 1024))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from stageloom.cli.columns import Column, print_columns
-from stageloom.cli.words import time
+from stageloom.cli.words import console, print_json, time
 from stageloom.render.files import write_whole
-from stageloom.search.pareto import Point
-from stageloom.search.standing import Standing
+from stageloom.search.pareto import Point, curve
+from stageloom.search.problem import Problem
+from stageloom.search.standing import Standing, standings
 
 ROWS: Final = 16
 WIDE: Final = 3  # cells a point
@@ -63,15 +67,27 @@ def draw(points: Sequence[Point], rows: Sequence[Standing], objective: str, out:
         words = ", ".join(f"{letter} {row.name} ({row.peak:.3g}, {time(row.of(objective))})" for letter, row in named)
         out.print(f"published: {words}", style="dim")
     out.print()
+    points, memory = _told_apart(points)
     print_columns(
         [
-            Column("memory", [f"{point.memory:g}" for point in points]),
+            Column("memory", memory),
             Column(objective, [time(point.value) for point in points]),
             Column("bound", [time(point.bound) for point in points]),
             Column("gap", [f"{100 * point.outcome.gap:.2f} %" for point in points]),
         ],
         out,
     )
+
+
+def _told_apart(points: Sequence[Point]) -> tuple[Sequence[Point], list[str]]:
+    """The points and their memory in words, with those at the end that say the same as one."""
+    same = len(points) - 1
+    while same and (points[same - 1].value, points[same - 1].bound) == (points[-1].value, points[-1].bound):
+        same -= 1
+    words = [f"{point.memory:g}" for point in points[: same + 1]]
+    if same < len(points) - 1:
+        words[-1] += f" to {points[-1].memory:g}"
+    return points[: same + 1], words
 
 
 def write_svg(points: Sequence[Point], rows: Sequence[Standing], objective: str, path: Path) -> None:
@@ -106,3 +122,45 @@ def write_svg(points: Sequence[Point], rows: Sequence[Standing], objective: str,
         parts.append(f'<circle {at} r="3.5" fill="#c40"/>')
         parts.append(f'<text x="{x(row.peak) + 5:.1f}" y="{y(row.of(objective)) - 5:.1f}">{escape(row.name)}</text>')
     write_whole(path, "\n".join([*parts, "</svg>\n"]))
+
+
+def pareto_curve(
+    posed: Callable[[str], Problem],
+    objective: str,
+    seconds: float,
+    seed: int,
+    out: Path | None,
+    *,
+    pairs: bool,
+    as_json: bool,
+) -> None:
+    """Search the curve; show it, and write it as a picture."""
+    errors = Console(stderr=True)
+    multiples = [round(0.35 + 0.05 * step, 2) for step in range(34)]
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bar(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("searching", total=None)
+        points = curve(
+            lambda memory: posed(f"{memory}"),
+            multiples,
+            objective=objective,
+            seconds=seconds / len(multiples),
+            seed=seed,
+            pairs=pairs,
+            progress=lambda memory: bar.update(task, description=f"memory {memory:g}"),
+        )
+    rows = _free(posed("1000000u"), objective)
+    if out is not None:
+        write_svg(points, rows, objective, out)
+    if as_json:
+        print_json([{"memory": p.memory, "value": p.value, "bound": p.bound, "gap": p.outcome.gap} for p in points])
+        return
+    draw(points, rows, objective, console())
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _free(problem: Problem, objective: str) -> list[Standing]:
+    """The published schedules with the memory that each holds, as points."""
+    rows, _ = standings(problem, objective)
+    return [replace(row, peak=row.peak / problem.ranks) for row in rows if not row.name.startswith("zb-greedy")]

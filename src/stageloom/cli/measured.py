@@ -24,9 +24,14 @@ from stageloom.simulate import Timeline, durations, simulate
 
 def check_place(flag: str, file: Path) -> None:
     """Raise InputError where a file cannot be written, before the run that it is of."""
-    if file.is_dir():
+    try:
+        folder, inside = file.is_dir(), file.parent.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        name = str(file) if len(str(file)) <= 80 else f"{str(file)[:77]}..."
+        raise InputError(f"{flag} {name}: cannot be written: {error.strerror}; give another name") from None
+    if folder:
         raise InputError(f"{flag} {file}: is a folder; give the name of a file in it")
-    if not file.parent.is_dir():
+    if not inside:
         raise InputError(f"{flag} {file}: there is no folder {file.parent}; create it or give another path")
 
 

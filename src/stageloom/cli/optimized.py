@@ -12,30 +12,18 @@ from rich.text import Text
 
 from stageloom.cli.columns import Column, print_columns
 from stageloom.cli.words import count, many, size, time
-from stageloom.errors import ScheduleError
-from stageloom.metrics import Metrics, measure
-from stageloom.schedule import Schedule
+from stageloom.metrics import Metrics
 from stageloom.search.optimize import Outcome
-from stageloom.search.problem import Problem
-from stageloom.search.standing import Standing
-from stageloom.simulate import simulate
-from stageloom.validate import problems
+from stageloom.search.problem import UNLIMITED, Problem
+from stageloom.search.standing import Standing, best_that_fits, on_same_placement, peaks_of
 
+SHOWN_RANKS: Final = 16
+"""Ranks up to which each one's memory is shown, where their limits differ."""
 MEANING: Final = {
     "makespan": "first start to last end of the step",
     "cost": "the longest rank's own first start to own last end: a step's time only where consecutive steps overlap, "
     "so that the optimiser step is no barrier",
 }
-
-
-def checked(outcome: Outcome, name: str = "optimized") -> tuple[Schedule, Metrics]:
-    """The found order as a schedule, validated, and its metrics by the simulator. Raises ScheduleError where they do
-    not agree with what the search says, which would be a fault of the search."""
-    schedule = outcome.schedule(name)
-    found = problems(schedule)
-    if found:
-        raise ScheduleError(f"{name}: the search made an order that cannot run: {found[0]}", [str(p) for p in found])
-    return schedule, measure(simulate(schedule, outcome.problem.costs))
 
 
 def overlapped(outcome: Outcome) -> int:
@@ -44,13 +32,26 @@ def overlapped(outcome: Outcome) -> int:
     return 0 if items is None else int(((items.front >= 0) & (items.rear >= 0)).sum())
 
 
-def _peak(problem: Problem, metrics: Metrics) -> float:
-    in_bytes = problem.unit_name == "bytes"
-    return max(metrics.peak_activation_bytes or [0.0] if in_bytes else metrics.peak_activations)
-
-
 def _held(problem: Problem, value: float) -> str:
     return size(value) if problem.unit_name == "bytes" else count(value)
+
+
+def _memory(problem: Problem, metrics: Metrics) -> str:
+    """What the ranks hold, of what they may."""
+    peaks, limits = peaks_of(problem, metrics), problem.limit / problem.unit
+    unit = "" if problem.unit_name == "bytes" else f" {problem.unit_name}"
+    if (problem.limit >= UNLIMITED).all():
+        return f"fullest rank {_held(problem, float(peaks.max()))}{unit}; no limit"
+    if limits.min() == limits.max():
+        return f"fullest rank {_held(problem, float(peaks.max()))} of {_held(problem, float(limits[0]))}{unit}"
+    words = [
+        _held(problem, float(peak)) + (f" of {_held(problem, float(each))}" if parts < UNLIMITED else "")
+        for peak, each, parts in zip(peaks, limits, problem.limit, strict=True)
+    ]
+    if len(words) <= SHOWN_RANKS:
+        return f"{', '.join(words)}{unit}, by rank"
+    nearest = int(np.argmax(peaks / limits))
+    return f"nearest to its limit is rank {nearest}: {words[nearest]}{unit}"
 
 
 def print_outcome(
@@ -72,21 +73,14 @@ def print_outcome(
     proof = "proven optimal" if outcome.gap == 0 else f"at most {100 * outcome.gap:.2f} % above the optimum"
     out.print(f"{objective:<10} {time(value)}{unit}, {proof} (bound {time(outcome.bound)}); found by {outcome.source}")
     out.print(f"           {objective}: {MEANING[objective]}", style="dim")
-    limit = problem.limit / problem.unit
-    allowed = _held(problem, float(limit.min())) if limit.min() == limit.max() else "by rank"
-    out.print(f"memory     fullest rank {_held(problem, _peak(problem, metrics))} of {allowed} {problem.unit_name}")
-    if outcome.paired is not None:
+    if problem.costs.occupancy or problem.costs.blocking:
+        out.print("           simulated with busy links and blocking senders, which the bound leaves out", style="dim")
+    out.print(f"memory     {_memory(problem, metrics)}")
+    if overlapped(outcome):
         out.print(f"pairs      {overlapped(outcome)} of {int(problem.count.sum())} forwards run beside a full backward")
     if counts is not None:
         out.print(f"layers     {' '.join(map(str, counts))}, by stage")
-    for words, row in (
-        ("same placement", next((row for row in rows if row.fits and row.same_placement), None)),
-        ("any placement", next((row for row in rows if row.fits), None)),
-    ):
-        if row is not None:
-            win = 1 - value / row.of(objective) if row.of(objective) else 0.0
-            out.print(f"published  best that fits, {words}: {row.name}, {time(row.of(objective))}{unit}; this is "
-                      f"{100 * abs(win):.2f} % {'shorter' if win >= 0 else 'longer'}")  # fmt: skip
+    _print_published(problem, objective, value, unit, rows, out)
     spent = ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.spent.items() if seconds >= 0.05)
     out.print(f"time       {spent or 'less than 0.1 s'}", style="dim")
     if outcome.gap and find_spec("ortools") is None:
@@ -98,9 +92,31 @@ def print_outcome(
         _print_rows(problem, objective, value, rows, out)
 
 
+def _print_published(
+    problem: Problem, objective: str, value: float, unit: str, rows: list[Standing], out: Console
+) -> None:
+    """The best published schedules, and how much longer they take than what was found."""
+    copies = len(problem.placement.paths)
+    for words, row in (("same placement", on_same_placement(rows)), ("any placement", best_that_fits(rows))):
+        if row is None:
+            continue
+        more = _more(row, objective, value)
+        than = "the same" if more == 0 else f"{abs(more):.2f} % {'longer' if more > 0 else 'shorter'} than this"
+        twice = ", with two copies of the parameters" if row.copies > copies else ""
+        out.print(f"published  best that fits, {words}: {row.name}, {time(row.of(objective))}{unit}: {than}{twice}")
+    if problem.fused.any():
+        out.print("           published with B and W joined where they are here", style="dim")
+
+
+def _more(row: Standing, objective: str, value: float) -> float:
+    """How much longer a published schedule takes, in per cent of what was found; 0 where they are equal."""
+    more = 100 * (row.of(objective) / value - 1) if value else 0.0
+    return more if abs(more) >= 0.005 else 0.0
+
+
 def _print_rows(problem: Problem, objective: str, value: float, rows: list[Standing], out: Console) -> None:
     def to_ours(row: Standing) -> str:
-        return f"{100 * (row.of(objective) / value - 1):+.1f} %" if value else "-"
+        return f"{_more(row, objective, value):+.2f} %" if value else "-"
 
     columns = [
         Column("published", [Text(row.name + ("" if row.fits else " !")) for row in rows], left=True),
@@ -131,7 +147,10 @@ def outcome_json(
         "source": outcome.source,
         "cut_short": outcome.cut_short,
         "memory_unit": outcome.problem.unit_name,
-        "memory_limit": np.round(outcome.problem.limit / outcome.problem.unit, 9).tolist(),
+        "memory_limit": [
+            None if limit >= UNLIMITED else round(float(limit / outcome.problem.unit), 9)
+            for limit in outcome.problem.limit
+        ],
         "best_published": None if best is None else asdict(best),
         "pairs": overlapped(outcome),
         "seconds": outcome.spent,

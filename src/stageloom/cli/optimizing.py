@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -34,35 +30,28 @@ from stageloom.cli.app import (
     read_costs,
     whole,
 )
-from stageloom.cli.optimized import checked, outcome_json, print_outcome
-from stageloom.cli.words import console, print_json, time
+from stageloom.cli.curve import pareto_curve
+from stageloom.cli.measured import check_place
+from stageloom.cli.optimized import outcome_json, print_outcome
+from stageloom.cli.posing import Place, flags_named, fused_stages, placed, posed_in_words
+from stageloom.cli.profiling import written
+from stageloom.cli.words import console, many, print_json, time
 from stageloom.costs import Costs
 from stageloom.errors import InputError
-from stageloom.placement import Placement, line, loop, two_way, zigzag
+from stageloom.placement import Placement
 from stageloom.render.files import write_whole
 from stageloom.schedule import dumps
 from stageloom.search.optimize import Outcome, Progress, search
 from stageloom.search.pairs import search_pairs
-from stageloom.search.pareto import curve
 from stageloom.search.partition import partition
-from stageloom.search.problem import Problem, pose
-from stageloom.search.standing import Standing, standings
+from stageloom.search.problem import Problem
+from stageloom.search.settled import settled
+from stageloom.search.standing import standings
 
 
 class Objective(StrEnum):
     makespan = "makespan"
     cost = "cost"
-
-
-class Place(StrEnum):
-    line = "line"
-    loop = "loop"
-    v = "v"
-    two_way = "two-way"
-    best = "best"
-
-
-SIZES: Final = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 @app.command()
@@ -82,14 +71,14 @@ def optimize(
     costs: CostsFile = None,
     unit: UnitOption = None,
     memory: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--memory",
             metavar="LIMIT",
             help="Activations a rank may hold: 1.3 (times 1F1B's P micro-batches), 10u (micro-batches), 40GB; "
-            "or one a rank, with commas.",
+            "or one a rank, with commas [1].",
         ),
-    ] = "1",
+    ] = None,
     objective: Annotated[Objective, typer.Option("--objective", help="What to make small.")] = Objective.makespan,
     seconds: Annotated[
         float, typer.Option("--seconds", parser=number, metavar="NUM", help="Effort, in seconds of a nominal core.")
@@ -115,42 +104,94 @@ def optimize(
         bool, typer.Option("--pareto", help="The curve of the objective against memory, from 0.35 to 2.")
     ] = False,
     out: Out = None,
+    costs_out: Annotated[
+        Path | None,
+        typer.Option("--costs-out", help="With --partition: cost file of the stages to write, .yaml or .json."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The best order for these costs within this memory, how far from optimal it can be, and what it wins."""
     given = read_costs(costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=w_share, unit=unit, tokens=None)
     pairs = given.overlap_factor() < 1 if pairs is None else pairs
     tried = (Place.line, Place.v, Place.loop) if placement is Place.best else (placement,)
-    places = [_placed(each, ranks, chunks if each is Place.loop else None, microbatches) for each in tried]
     if chunks is not None and (Place.loop not in tried or chunks < 1):
         raise InputError("--chunks: at least 1, and for --placement loop or best; a V has two, a line one")
+    places = [placed(each, ranks, chunks if each is Place.loop else None, microbatches) for each in tried]
     stages = places[0]
     if len(places) > 1 and (layers or pareto or fused not in (None, "all")):
         raise InputError("--placement best: not with --partition, --pareto or --fused STAGES; name one placement")
-    if out is not None and out.suffix != ".loom" and not pareto:
-        raise InputError(f"-o {out}: the order is written as text; give a name that ends in .loom")
-    if out is not None and out.is_dir():
-        raise InputError(f"-o {out}: is a folder; give the name of a file")
+    if pareto and (memory is not None or compare):
+        flag = "--compare" if memory is None else "--memory"
+        raise InputError(f"--pareto: not with {flag}; the curve has its own limits, with the published schedules in it")
+    _check_places(out, costs_out, pareto=pareto, layers=layers)
 
     def posed(limit: str, costs: Costs, where: Placement = stages) -> Problem:
-        return _posed(where, microbatches, costs, limit, _fused(fused, where.stages))
+        return posed_in_words(where, microbatches, costs, limit, fused_stages(fused, where.stages))
 
+    limit = memory or "1"
     counts: tuple[int, ...] | None = None
-    if layers:
-        few = min(2.0, seconds / 20)
-        chosen = partition(
-            given, stages.stages, ranks, lambda each: _quick(posed(memory, each), objective.value, few, seed, pairs)
-        )
-        counts, given = chosen.counts, chosen.costs
-    if pareto:
-        _pareto(lambda limit: posed(limit, given), objective.value, seconds, seed, out, pairs=pairs, as_json=as_json)
+    with flags_named():
+        if layers:
+            few = min(2.0, seconds / 20)
+            chosen = partition(
+                given, stages.stages, ranks, lambda each: _quick(posed(limit, each), objective.value, few, seed, pairs)
+            )
+            counts, given = chosen.counts, chosen.costs
+        if pareto:
+            pareto_curve(
+                lambda limit: posed(limit, given), objective.value, seconds, seed, out, pairs=pairs, as_json=as_json
+            )
+            outcomes = []
+        else:
+            outcomes = [
+                _run(posed(limit, given, each), objective.value, seconds / len(places), seed, pairs) for each in places
+            ]
+    if costs_out is not None:
+        comment = f"by stage, of {many(sum(counts or ()), 'layer')}: {' '.join(map(str, counts or ()))}"
+        write_whole(costs_out, written(given, costs_out, comment))
+    if outcomes:
+        _tell(outcomes, objective.value, counts, out, pairs=pairs, compare=compare, as_json=as_json)
+    if as_json:
         return
-    outcomes = [
-        _run(posed(memory, given, each), objective.value, seconds / len(places), seed, pairs) for each in places
-    ]
-    outcome = min(outcomes, key=lambda each: each.best)
-    schedule, metrics = checked(outcome)
-    rows, _ = standings(outcome.problem, objective.value)
+    if costs_out is not None:
+        print(f"wrote {costs_out}")
+    elif counts is not None and out is not None and not pareto:
+        print(f"{out} has the stages that were chosen; for a cost file that fits it, add --costs-out stages.yaml")
+
+
+def _check_places(out: Path | None, costs_out: Path | None, *, pareto: bool, layers: bool) -> None:
+    """Raise InputError for files that cannot be written, before anything is searched."""
+    if out is not None and pareto and out.suffix != ".svg":
+        raise InputError(f"-o {out}: the curve is written as a picture; give a name that ends in .svg")
+    if out is not None and not pareto and out.suffix != ".loom":
+        raise InputError(f"-o {out}: the order is written as text; give a name that ends in .loom")
+    if costs_out is not None and not layers:
+        raise InputError("--costs-out: without --partition the costs are those that were given")
+    if costs_out is not None and costs_out.suffix not in (".yaml", ".yml", ".json"):
+        raise InputError(f"--costs-out {costs_out}: give a name that ends in .yaml or .json")
+    for flag, file in (("-o", out), ("--costs-out", costs_out)):
+        if file is not None:
+            check_place(flag, file)
+
+
+def _tell(
+    outcomes: list[Outcome],
+    objective: str,
+    counts: tuple[int, ...] | None,
+    out: Path | None,
+    *,
+    pairs: bool,
+    compare: bool,
+    as_json: bool,
+) -> None:
+    """Show, and write, the best of one placement or more; by the simulator where the search leaves something out."""
+    costs = outcomes[0].problem.costs
+    if not (costs.occupancy or costs.blocking):
+        outcomes = [min(outcomes, key=lambda each: each.best)]
+    all_rows = [standings(each.problem, objective)[0] for each in outcomes]
+    ends = [settled(each, rows, pairs=pairs) for each, rows in zip(outcomes, all_rows, strict=True)]
+    at = min(range(len(ends)), key=lambda each: ends[each][0].best)
+    (outcome, schedule, metrics), rows = ends[at], all_rows[at]
     if out is not None:
         write_whole(out, dumps(schedule))
     if as_json:
@@ -159,50 +200,6 @@ def optimize(
     print_outcome(outcome, metrics, rows, counts, compare=compare, out=console())
     if out is not None:
         print(f"wrote {out}")
-
-
-def _placed(placement: Place, ranks: int, chunks: int | None, microbatches: int) -> Placement:
-    if ranks < 1 or microbatches < 1:
-        raise InputError(f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed")
-    if 3 * ranks * microbatches * (chunks or 2) > 20_000_000:
-        raise InputError(f"{ranks} ranks and {microbatches} micro-batches: up to 20,000,000 ops can be handled")
-    if placement is Place.two_way and (ranks % 2 or microbatches < 2):
-        raise InputError("--placement two-way: two directions need an even number of ranks and 2 micro-batches")
-    if placement is Place.loop:
-        return loop(ranks, chunks or 2)
-    return {Place.line: line(ranks), Place.v: zigzag(ranks, 2), Place.two_way: two_way(ranks)}[placement]
-
-
-def _fused(text: str | None, stages: int) -> list[int]:
-    if text is None:
-        return []
-    if text == "all":
-        return list(range(stages))
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
-        raise InputError(f"--fused {text!r}: stages are needed, as 0,7; or all")
-    return [int(each) for each in text.split(",")]
-
-
-def _posed(placement: Placement, microbatches: int, costs: Costs, memory: str, fused: list[int]) -> Problem:
-    """The problem of a limit in words. Raises InputError for one that is none."""
-    limits: list[float] = []
-    kinds: set[str] = set()
-    for each in memory.split(","):
-        match = re.fullmatch(r"([0-9.eE+-]+)\s*(u|B|kB|MB|GB|TB)?", each.strip())
-        try:
-            value = float(match[1]) if match else math.nan
-        except ValueError:
-            value = math.nan
-        if match is None or not math.isfinite(value) or value <= 0:
-            raise InputError(f"--memory {memory!r}: as 1.3 (times 1F1B's), 10u (micro-batches) or 40GB, all above 0")
-        kinds.add("bytes" if match[2] in SIZES else "micro-batches")
-        limits.append(value * (SIZES.get(match[2] or "", 1.0) if match[2] else placement.ranks))
-    if len(kinds) > 1:
-        raise InputError(f"--memory {memory!r}: bytes and micro-batches cannot stand in one list")
-    limit = limits[0] if len(limits) == 1 else limits
-    if kinds == {"bytes"}:
-        return pose(placement, microbatches, costs, limit_bytes=limit, fused=fused)
-    return pose(placement, microbatches, costs, limit=limit, fused=fused)
 
 
 def _quick(problem: Problem, objective: str, seconds: float, seed: int, pairs: bool) -> float:
@@ -221,51 +218,3 @@ def _run(problem: Problem, objective: str, seconds: float, seed: int, pairs: boo
             bar.update(task, description=words)
 
         return searcher(problem, objective=objective, seconds=seconds, seed=seed, progress=show)
-
-
-# ------------------------------------------------------------------ the curve
-
-
-def _pareto(
-    posed: Callable[[str], Problem],
-    objective: str,
-    seconds: float,
-    seed: int,
-    out: Path | None,
-    *,
-    pairs: bool,
-    as_json: bool,
-) -> None:
-    from stageloom.cli.curve import draw, write_svg
-
-    if out is not None and out.suffix != ".svg":
-        raise InputError(f"-o {out}: the curve is written as a picture; give a name that ends in .svg")
-    errors = Console(stderr=True)
-    multiples = [round(0.35 + 0.05 * step, 2) for step in range(34)]
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("searching", total=None)
-        points = curve(
-            lambda memory: posed(f"{memory}"),
-            multiples,
-            objective=objective,
-            seconds=seconds / len(multiples),
-            seed=seed,
-            pairs=pairs,
-            progress=lambda memory: bar.update(task, description=f"memory {memory:g}"),
-        )
-    rows = _free(posed("1000000u"), objective)
-    if out is not None:
-        write_svg(points, rows, objective, out)
-    if as_json:
-        print_json([{"memory": p.memory, "value": p.value, "bound": p.bound, "gap": p.outcome.gap} for p in points])
-        return
-    draw(points, rows, objective, console())
-    if out is not None:
-        print(f"wrote {out}")
-
-
-def _free(problem: Problem, objective: str) -> list[Standing]:
-    """The published schedules with the memory that each holds, as points."""
-    rows, _ = standings(problem, objective)
-    return [replace(row, peak=row.peak / problem.ranks) for row in rows if not row.name.startswith("zb-greedy")]

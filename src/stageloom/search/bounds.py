@@ -214,6 +214,8 @@ def _remaining_work(problem: Problem, live: list[int], anchor: int, limit: int) 
     if len(live) == 1:
         # Two kinds: both B and W to come, or W alone.
         whole, late = int(problem.step[0, anchor]), -int(problem.step[2, anchor])
+        if whole <= 0:
+            return np.inf  # a stage without layers holds nothing: its memory says nothing
         most = 0.0
         for both in range(min(others, max(room, 0) // whole) + 1):
             alone = others - both
@@ -221,8 +223,9 @@ def _remaining_work(problem: Problem, live: list[int], anchor: int, limit: int) 
                 alone = min(alone, (room - both * whole) // late)
             most = max(most, both * float(b[anchor] + w[anchor]) + alone * float(w[anchor]))
         return own + most
-    densest = max(rest / held for held, rest in states)
-    longest = max(rest for _, rest in states)
+    # Where nothing that is left takes time there is no state: the others then have no work left.
+    densest = max((rest / held for held, rest in states), default=0.0)
+    longest = max((rest for _, rest in states), default=0.0)
     return own + min(others * longest, max(room, 0) * densest)
 
 

@@ -186,6 +186,7 @@ def _solver(cp: Any, effort: float, seed: int) -> Any:
     solver.parameters.random_seed = seed & 0x7FFFFFFF
     solver.parameters.max_deterministic_time = effort
     solver.parameters.interleave_search = False
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C ends the program, not this solve alone
     return solver
 
 

@@ -6,7 +6,7 @@ later; any W of any rank does. A move that deadlocks, or holds more than a limit
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from stageloom._kernel import Kernel
 from stageloom.search.order import Value, evaluate
 from stageloom.search.problem import Ints, Problem
 
+LEG: Final = 20_000_000
+"""Moves times ops after which the kernel comes back for a moment: only then Ctrl-C can end it."""
 GUIDE = 0.02
 """Weight of the mean end of the ranks, which tells orders of one makespan apart."""
 
@@ -260,11 +262,19 @@ def annealed(
     before = evaluate(problem, order)
     assert before is not None
     scale = before.of(objective)
-    best = order.copy()
-    anneal.pick(problem.ops * moves)(
-        problem.stages, problem.count, problem.rank, problem.time, problem.step, problem.lag, problem.limit,
-        problem.offsets, order.copy(), best, objective == "cost", goal, moves, hot * scale, cold * scale, GUIDE, seed,
-    )  # fmt: skip
+    best, now, found = order.copy(), order.copy(), np.inf
+    legs = 1 + problem.ops * moves // LEG
+    for leg in range(legs):
+        of_leg = order.copy()
+        warm, cool = (scale * hot * (cold / hot) ** (at / legs) for at in (leg, leg + 1))
+        value = anneal.pick(problem.ops * moves)(
+            problem.stages, problem.count, problem.rank, problem.time, problem.step, problem.lag, problem.limit,
+            problem.offsets, now, of_leg, objective == "cost", goal, moves // legs, warm, cool, GUIDE, seed + leg,
+        )  # fmt: skip
+        if value < found:
+            best, found = of_leg, value
+        if found <= goal:
+            break
     after = evaluate(problem, best)
     assert after is not None
     return best, after

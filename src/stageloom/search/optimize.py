@@ -22,10 +22,12 @@ from stageloom.placement import line
 from stageloom.schedule import Schedule
 from stageloom.search import local
 from stageloom.search.asked import DEPTHS
-from stageloom.search.bounds import lower_bound, smallest_limits
+from stageloom.search.bounds import lower_bound
 from stageloom.search.deadline import refuted, tabled
 from stageloom.search.dispatch import Rule, scheduled
 from stageloom.search.guided import first, later
+from stageloom.search.joining import pays, search_joined
+from stageloom.search.limits import check_limits
 from stageloom.search.order import Value, evaluate, starts
 from stageloom.search.pairing import Items, to_paired
 from stageloom.search.problem import Ints, Problem, pose, pose_again, to_schedule
@@ -84,21 +86,6 @@ class Outcome:
         return gap(self.best, self.bound)
 
 
-def check_limits(problem: Problem) -> None:
-    """Raise InputError where not even one micro-batch can pass, with the smallest limit that lets it."""
-    need = smallest_limits(problem)
-    short = np.flatnonzero(need > problem.limit)
-    if not len(short):
-        return
-    rank = int(short[0])
-    unit = problem.unit
-    raise InputError(
-        f"memory: rank {rank} may hold {problem.limit[rank] / unit:.6g} {problem.unit_name}, which is too little for "
-        f"one micro-batch to pass; the smallest feasible limit is {need[rank] / unit:.6g} there, and "
-        f"{need.max() / unit:.6g} on all ranks"
-    )
-
-
 def search(
     problem: Problem,
     *,
@@ -106,9 +93,10 @@ def search(
     seconds: float = 30.0,
     seed: int = 0,
     start: Sequence[Ints] = (),
+    start_pairs: Sequence[Items] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    """The best order that this effort finds, from `start` too where given.
+    """The best order that this effort finds, from `start` (and `start_pairs`, `Outcome.paired`) too where given.
 
     Raises InputError for an infeasible limit or a wrong argument.
     """
@@ -120,6 +108,23 @@ def search(
         raise InputError(f"seed = {seed}; a whole number of at least 0 is needed")
     check_limits(problem)
     warm_up()
+    if pays(problem).any():
+        return search_joined(
+            problem, _apart, objective=objective, seconds=seconds, seed=seed, start=start, start_pairs=start_pairs,
+            progress=progress,
+        )  # fmt: skip
+    return _apart(problem, objective, seconds, seed, start, progress)
+
+
+def _apart(
+    problem: Problem,
+    objective: str,
+    seconds: float,
+    seed: int,
+    start: Sequence[Ints],
+    progress: Callable[[Progress], None] | None,
+) -> Outcome:
+    """The search of a problem in which no B and W are joined but those that are fused."""
     short = _short_step(problem)
     if short is not None:
         outcome = _by_unrolling(problem, short, objective, seconds, seed, progress)
@@ -130,7 +135,7 @@ def search(
         progress or (lambda _: None),
     )  # fmt: skip
     for order in start:
-        value = evaluate(problem, order)
+        value = evaluate(problem, order) if len(order) == problem.ops else None
         if value is not None:
             run.offer(order, value, "start")
     for name, step in _steps():
@@ -140,11 +145,8 @@ def search(
         began = clock.perf_counter()
         step(run)
         run.spent[name] = run.spent.get(name, 0.0) + clock.perf_counter() - began
-    if run.order is None or run.value is None:
-        raise InputError(
-            "memory: no order was found within these limits; the smallest feasible ones lie between "
-            f"{smallest_limits(problem).max() / problem.unit:.6g} and what is given, in {problem.unit_name}"
-        )
+    assert run.order is not None  # one micro-batch after another fits every limit that is feasible
+    assert run.value is not None
     return Outcome(
         problem, run.order, objective, run.value, min(run.bound, run.best), run.source, run.spent,
         cut_short=(run.late or run.cut) and not run.closed, rules=tuple(rule for _, rule in run.rules),
@@ -201,7 +203,7 @@ def _by_unrolling(
     seed: int,
     progress: Callable[[Progress], None] | None,
 ) -> Outcome | None:
-    found = search(short, objective=objective, seconds=seconds, seed=seed, progress=progress)
+    found = _apart(short, objective, seconds, seed, (), progress)
     began = clock.perf_counter()
     tried = [(found.source, found.order)]
     tried += [("rules", out[0]) for rule in found.rules if (out := scheduled(short, rule)) is not None]

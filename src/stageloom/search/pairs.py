@@ -92,9 +92,10 @@ def search_pairs(
     random = np.random.default_rng([seed, 1])
     run = PairSearch(
         problem, objective, seconds, random, paired_bound(tables, objective), progress or (lambda _: None),
-        value=plain.value, source=plain.source, effort=ALONE * seconds, tables=tables,
+        value=plain.value, source=plain.source, effort=ALONE * seconds, tables=tables, items=plain.paired,
     )  # fmt: skip
-    for name, step in _steps(plain.order, published, start_pairs):
+    more = start_pairs if plain.paired is None else [*start_pairs, plain.paired]
+    for name, step in _steps(plain.order, published, more):
         if run.over:
             break
         run.step = name
@@ -137,7 +138,7 @@ def _from_others(run: PairSearch, order: Ints, published: list[Schedule], more: 
         value = run.try_items(items, "start")
         if np.isfinite(value):
             run.keep_start(value, items)
-    for pairs in (True, False):
+    for pairs in (True, False) if len(order) else ():
         items = from_order(run.problem, order, pairs)
         value = run.try_items(items, "neighbours paired") if pairs else run.best
         if np.isfinite(value):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stageloom.errors import InputError
 from stageloom.search.bounds import smallest_limits
+from stageloom.search.joining import relaxed
 from stageloom.search.optimize import Outcome, search
 from stageloom.search.pairs import search_pairs
 from stageloom.search.problem import Problem
+from stageloom.search.settled import checked, simulated
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,20 @@ def curve(
     points: list[Point] = []
     for memory in sorted(multiples):
         problem = problem_at(memory)
-        if (smallest_limits(problem) > problem.limit).any():
+        if (smallest_limits(relaxed(problem)) > problem.limit).any():
             continue
         if progress is not None:
             progress(memory)
         before = [point.outcome for point in points[-1:]]
         orders = [each.order for each in before]
-        if pairs:
-            paired = [each.paired for each in before if each.paired is not None]
-            found = search_pairs(
-                problem, objective=objective, seconds=seconds, seed=seed, start=orders, start_pairs=paired
-            )
-        else:
-            found = search(problem, objective=objective, seconds=seconds, seed=seed, start=orders)
+        paired = [each.paired for each in before if each.paired is not None]
+        found = (search_pairs if pairs else search)(
+            problem, objective=objective, seconds=seconds, seed=seed, start=orders, start_pairs=paired
+        )
+        if problem.costs.occupancy or problem.costs.blocking:
+            found = simulated(found, checked(found)[1])
+            if points and points[-1].value < found.best:
+                found = replace(points[-1].outcome, problem=problem, bound=found.bound)
         points.append(Point(memory, found.best, found.bound, found))
     if not points:
         raise InputError(

@@ -54,6 +54,8 @@ def by_stage(costs: Costs, counts: Sequence[int], ranks: int) -> Costs:
                 continue
             each = [float(value) * ranks / layers] * layers
         changed[key] = [float(sum(each[low:high])) for low, high in pairwise(edges.tolist())]
+    if costs.overlap_time is not None:  # of one pair; stages differ now, and the part of the sum is what they share
+        changed |= {"overlap_time": None, "overlap_fraction": costs.overlap_factor(), "anatomy": None}
     return costs.model_copy(update=changed)
 
 

@@ -177,8 +177,8 @@ def _limits(given: float | Sequence[float] | None, parts: float, ranks: int) -> 
     if not np.isfinite(each).all() or (each <= 0).any():
         raise InputError("memory: every limit is a finite number above 0")
     # A limit written as a decimal or a sum of floats still means the whole number it is next to.
-    exact = np.floor(np.minimum(np.broadcast_to(each, ranks) * parts * (1 + 1e-11) + 0.5, UNLIMITED))
-    return exact.astype(np.int64)
+    exact = np.floor(np.minimum(np.broadcast_to(each, ranks), UNLIMITED / parts) * parts * (1 + 1e-11) + 0.5)
+    return np.where(exact < UNLIMITED // 2, exact, UNLIMITED).astype(np.int64)
 
 
 def _lags(placement: Placement, costs: Costs) -> Floats:

@@ -20,6 +20,7 @@ from stageloom.search.local import annealed
 from stageloom.search.order import Value, evaluate, value_of
 from stageloom.search.problem import Floats, Ints, Problem, from_schedule
 from stageloom.search.rules import base_rule, changed, grid
+from stageloom.search.serial import serial
 from stageloom.search.zero_bubble import classes, orders
 
 SPEED: Final = 15_000_000
@@ -140,7 +141,7 @@ def published(run: Search) -> None:
             order = classes(problem, kinds)
             value = evaluate(problem, order)
             if value is not None:
-                run.offer(order, value, "zb-greedy")
+                run.offer(order, value, "a variant of zb-greedy")
 
 
 def try_rules(run: Search) -> None:
@@ -151,6 +152,11 @@ def try_rules(run: Search) -> None:
             break
     if not run.rules:
         run.rules.append((np.inf, base_rule(run.problem)))
+    if run.order is None:
+        order = serial(run.problem)
+        value = evaluate(run.problem, order)
+        if value is not None:
+            run.offer(order, value, "one by one")
 
 
 def _try(run: Search, rule: Rule, keep: int = 6) -> float:
@@ -200,7 +206,7 @@ def climb(run: Search) -> None:
             found = _try(run, other)
             failures += 1
             if found <= value + 1e-9:
-                failures = failures if found > value - 1e-9 else 0
+                failures = 0 if found < value - 1e-9 else failures
                 value, rule = found, other
             if failures > 1500:
                 break
