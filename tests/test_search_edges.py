@@ -78,7 +78,7 @@ sys.argv[1:] = {words!r}
 main()
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        late = threading.Timer(60, process.kill)
+        late = threading.Timer(120, process.kill)
         late.start()
         assert process.stdout is not None
         assert process.stdout.readline() == "solving\n"

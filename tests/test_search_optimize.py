@@ -98,7 +98,7 @@ def test_a_long_step_is_its_steady_state_repeated() -> None:
 
 
 def test_an_infeasible_limit_is_refused_with_the_smallest_that_is_not() -> None:
-    with pytest.raises(InputError, match=r"smallest feasible limit is 1 there, and 1 on all ranks"):
+    with pytest.raises(InputError, match=r"smallest feasible limit is 1u there, and 1u on all ranks"):
         search(pose(sl.zigzag(4, 2), 8, PAPER, limit=0.9))
     assert search(pose(sl.zigzag(4, 2), 8, PAPER, limit=1.0), seconds=0.2).best > 0
 
@@ -210,7 +210,7 @@ def test_command_splits_layers_over_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--memory", "0.1"], "the smallest feasible limit is 1 there"),
+        (["--memory", "0.1"], "the smallest feasible limit is 1u there"),
         (["--memory", "lots"], "as 1.3 (times 1F1B's)"),
         (["--memory", "1,2"], "2 limits for 4 ranks"),
         (["--memory", "4GB"], "activation_bytes"),

@@ -18,6 +18,7 @@ import numpy as np
 from stageloom.errors import MissingExtra
 from stageloom.search.order import evaluate, starts
 from stageloom.search.problem import UNLIMITED, Ints, Problem
+from stageloom.search.solving import solve
 
 TICKS: Final = 2_000_000
 """Whole-number steps of time in which the longest makespan is counted."""
@@ -137,7 +138,7 @@ def solve_all(
     m.model.minimize(spread)
     solver = _solver(m.cp, effort, seed)
     solver.parameters.max_time_in_seconds = wall
-    status = solver.solve(m.model)
+    status = solve(solver, m.model)
     cut = status != m.cp.OPTIMAL and solver.wall_time >= 0.98 * wall
     proven: float | None = None
     if status in (m.cp.OPTIMAL, m.cp.FEASIBLE, m.cp.UNKNOWN) and objective == "makespan":
@@ -186,7 +187,7 @@ def _solver(cp: Any, effort: float, seed: int) -> Any:
     solver.parameters.random_seed = seed & 0x7FFFFFFF
     solver.parameters.max_deterministic_time = effort
     solver.parameters.interleave_search = False
-    solver.parameters.catch_sigint_signal = False  # Ctrl-C ends the program, not this solve alone
+    solver.parameters.catch_sigint_signal = False  # an interrupt ends the program, not this alone
     return solver
 
 
@@ -273,7 +274,7 @@ def solve_window(problem: Problem, order: Ints, *, begin: float, end: float, eff
         m.model.add(spread >= each)
     m.model.minimize(spread * 64 * problem.ranks + sum(ends_of_ranks))
     solver = _solver(m.cp, effort, seed)
-    if solver.solve(m.model) not in (m.cp.OPTIMAL, m.cp.FEASIBLE):
+    if solve(solver, m.model) not in (m.cp.OPTIMAL, m.cp.FEASIBLE):
         return None
     changed = order.copy()
     for rank in range(problem.ranks):

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from stageloom.errors import MissingExtra, StageloomError
+from stageloom.op import Kind
 from stageloom.schedules import records
 from stageloom.search import exact
 from stageloom.search.asked import Deadlines
@@ -134,7 +135,8 @@ def published(run: Search) -> None:
             order = from_schedule(problem, schedule)
             value = None if order is None else evaluate(problem, order)
             if order is not None and value is not None:
-                run.offer(order, value, record.name)
+                split = bool((schedule.kind == Kind.BW).any()) and not problem.fused.all()
+                run.offer(order, value, f"{record.name}, split" if split else record.name)
         run.pay(4)
     if problem.stages == problem.ranks and len(problem.placement.paths) == 1 and not problem.fused.any():
         for _, kinds in orders(problem):
