@@ -71,7 +71,7 @@ def profile(
     repeats: int = 5,
     split: Split | Mapping[int, Split] = "auto",
     recompute: Sequence[int] = (),
-    tied: Tied = (),
+    tied: Tied | None = None,
     kwargs: Mapping[str, Any] | None = None,
     optimizer: Make | None = None,
     tokens: float | None = None,

@@ -67,7 +67,8 @@ class Names:
             found = next((alias for alias in aliases if alias in state), None)
             if found is None:
                 raise InputError(f"{name}: is missing; expected all names of state_dict(), of stage {stage} here")
-            given, shape = state[found], getattr(current, "shape", None)
+            given: Any = state[found]
+            shape = getattr(current, "shape", None)
             if shape is not None and getattr(given, "shape", None) != shape:
                 raise InputError(f"{name}: has shape {_shape(given)}; stage {stage} needs {tuple(shape)}")
             taken[own] = placed_as(given, current) if isinstance(given, Tensor) else given
@@ -95,7 +96,8 @@ def names_of(group: dist.ProcessGroup, modules: Modules, tied: Tied) -> Names:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     by_stage = {stage: names for theirs in everyone for stage, names in theirs.items()}
-    one = {(stage, name): group[0] for group in tied for stage, name in group}  # members of a tie are one parameter
+    # members of a tie are one parameter
+    one = {(stage, name.replace(_COMPILED, "")): group[0] for group in tied for stage, name in group}
     owners: dict[str, set[tuple[int, str]]] = {}
     for stage, names in by_stage.items():
         for name in (name for name, counts in names if counts):
