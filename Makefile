@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-run bench-search golden docs clean
+.PHONY: help demo test check bench bench-plan bench-run bench-search golden docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,9 @@ check: $(VENV)/.torch ## lint, format check, types, import layers
 
 bench: $(VENV)/.torch ## run the benchmarks
 	$(BIN)/python -m benchmarks
+
+bench-plan: $(VENV)/.dev ## the planner's predictions beside published measurements, row by row
+	$(BIN)/python -m benchmarks planning
 
 bench-run: $(VENV)/.torch ## the runtime beside PyTorch's, on real processes
 	$(BIN)/python -m benchmarks runtime

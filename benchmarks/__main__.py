@@ -1,4 +1,4 @@
-"""`python -m benchmarks [speed|published|runtime|predicted|search|all] [--runs N] [--seconds N] [--write]`."""
+"""`python -m benchmarks [speed|published|planning|runtime|predicted|search|all] [--runs N] [--seconds N] [--write]`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.report import Table
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
+VALIDATION: Final = ROOT / "docs" / "validation.md"
 WIDTH: Final = 120
 SHARED: Final = "Times on a shared machine vary; the best of several runs is the figure to compare."
 RESULTS: Final = ROOT / "benchmarks" / "results.json"
@@ -106,17 +107,28 @@ PARTS: Final[dict[str, tuple[str, Callable[[argparse.Namespace], Iterator[Table]
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, and published tables recomputed.")
-    parser.add_argument("what", nargs="?", choices=(*PARTS, "published", "all"), default="speed")
+    parser.add_argument("what", nargs="?", choices=(*PARTS, "published", "planning", "all"), default="speed")
     parser.add_argument("--runs", type=int, default=15, help="runs of each measurement (default 15)")
     parser.add_argument("--seconds", type=float, default=30.0, help="effort of a hard search (search; default 30)")
     parser.add_argument(
-        "--write", action="store_true", help=f"keep the tables in results.json and write {PAGE.relative_to(ROOT)}"
+        "--write",
+        action="store_true",
+        help=f"keep the tables in results.json and write {PAGE.relative_to(ROOT)} "
+        f"(planning: write {VALIDATION.relative_to(ROOT)})",
     )
     given = parser.parse_args()
     if given.runs < 1:
         parser.error("--runs: at least 1 is needed")
     console = Console()
     console = console if console.width >= WIDTH else Console(width=WIDTH)
+    if given.what == "planning":  # a page of its own, and nothing in it was measured here
+        from benchmarks import planning
+
+        shown = show(planning.tables(), console)
+        if given.write:
+            VALIDATION.write_text(planning.page(shown), encoding="utf-8")
+            console.print(f"wrote {VALIDATION.relative_to(ROOT)}")
+        return
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     for part, (_, tables) in PARTS.items():
         if given.what in (part, "all"):

@@ -245,23 +245,6 @@ def test_a_sharded_stage_trains_on(pool: Pool) -> None:
             same(found, weights[stage], 1.0, f"stage {stage}")
 
 
-@pytest.mark.parametrize(
-    ("wrap", "layout"),
-    [
-        ("fsdp", TWO_BY_TWO),
-        ("nested", TWO_BY_TWO),
-        ("tp", {"pp": 2, "tp": 2}),
-        ("tp fsdp", {"pp": 1, "dp": 2, "tp": 2}),
-    ],
-)
-def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Pool) -> None:
-    for found in pool.run(reload, sl.build("1f1b", layout["pp"], 4), layout, wrap):
-        assert found
-        for name, (wanted, loaded) in found.items():
-            assert torch.equal(wanted, loaded), name
-            assert loaded.abs().sum() > 0
-
-
 @pytest.mark.parametrize("split", ["auto", "deferred"])
 def test_a_path_without_micro_batches(split: str, pool: Pool) -> None:
     """Its replicas compute nothing, gather nothing, and end the step with the gradients of the others."""
@@ -376,6 +359,23 @@ def test_sequence_parallel_stages(split: str, pool: Pool) -> None:
 def test_tensor_parallel_beside_data_parallel(split: str, pool: Pool) -> None:
     for wrap in ("tp", "tp fsdp"):
         check(pool, sl.build("zb-v", 1, 4), ALONG_DATA, wrap=wrap, split=split, steps=2, clip=0.01)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "layout"),
+    [
+        ("fsdp", TWO_BY_TWO),
+        ("nested", TWO_BY_TWO),
+        ("tp", ALONG_PIPELINE),
+        ("tp fsdp", ALONG_DATA),
+    ],
+)
+def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Pool) -> None:
+    for found in pool.run(reload, sl.build("1f1b", layout["pp"], 4), layout, wrap):
+        assert found
+        for name, (wanted, loaded) in found.items():
+            assert torch.equal(wanted, loaded), name
+            assert loaded.abs().sum() > 0
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
