@@ -139,6 +139,10 @@ def load_damaged(seat: Any, folder: str, how: str) -> str:
         if how == "cut":
             with open(path / "__1_0.distcp", "r+b") as file:
                 file.truncate(100)
+        elif how == "garbled":
+            (path / "__1_0.distcp").write_bytes(b"x" * (path / "__1_0.distcp").stat().st_size)
+        elif how == "garbled metadata":
+            (path / ".metadata").write_text("no pickle")
         elif how == "missing":
             (path / "__1_0.distcp").unlink()
         elif how == "metadata":
@@ -146,6 +150,9 @@ def load_damaged(seat: Any, folder: str, how: str) -> str:
     dist.barrier(seat.group)
     if how == "model":
         pipeline.modules[0, seat.rank].extra = nn.Linear(2, 2)  # type: ignore[assignment]
+    if how == "shape" and seat.rank == 1:
+        layer: Any = pipeline.modules[0, 1].layer1.first
+        layer.weight.data = layer.weight.data[:3]
     if how == "optimizer":
         optimizer = torch.optim.Adam(pipeline.parameters())  # type: ignore[assignment]
     try:

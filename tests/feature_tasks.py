@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import toy
 from stageloom.errors import InputError
@@ -385,6 +386,39 @@ def refused_ties(seat: Any, schedule: Schedule, case: str) -> str:
     except InputError as error:
         return str(error)
     return "went through"
+
+
+# ------------------------------------------------------------------------------------------------------------- scaling
+
+
+def scaled(seat: Any, schedule: Schedule) -> dict[str, Any]:
+    """Three steps with the GradScaler of docs/running.md; in the second one a gradient of rank 1 overflows."""
+    module = toy.stage(seat.rank, torch.float32)
+    pipeline = Pipeline(schedule, {seat.rank: module}, toy.loss, group=seat.group, on_task=doing)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0, process_group=pipeline.grid.whole)
+    scaler.scale(torch.zeros(1))
+    inputs, targets = toy.data(schedule.microbatches, 0, torch.float32)
+    weights = [next(module.parameters()).detach().clone()]
+    scales: list[float] = []
+    for step in range(3):
+        pipeline.step(inputs, targets, scale=scaler.get_scale())
+        if (step, seat.rank) == (1, 1):
+            gradient = next(module.parameters()).grad
+            assert gradient is not None
+            gradient[0] = float("inf")
+        scaler.unscale_(optimizer)
+        pipeline.clip_grad_norm(1e3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights.append(next(module.parameters()).detach().clone())
+        scales.append(scaler.get_scale())
+    plain = toy.stage(seat.rank, torch.float32)
+    unscaled = Pipeline(schedule, {seat.rank: plain}, toy.loss, group=seat.group, on_task=doing)
+    unscaled.step(inputs, targets)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return {"weights": weights, "scales": scales, "plain": next(plain.parameters()).detach()}
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

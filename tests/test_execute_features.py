@@ -15,6 +15,7 @@ from feature_tasks import (
     refused_ties,
     refused_training,
     restart,
+    scaled,
     train,
     train_decoder,
     train_whole_decoder,
@@ -201,6 +202,16 @@ def test_autocast_and_scale(name: str, pool: Pool) -> None:
     feeds = [feed(4, 0, torch.float32)]
     for options in ({}, {"recompute": [0, 1]}):
         check(pool, sl.build(name, 2, 4), "toy32", feeds, 1e-5, bf16=True, scale=1024.0, **options)
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(pool: Pool) -> None:
+    for result in pool.run(scaled, sl.build("zb-h1", 2, 4), size=2):
+        before, first, second, third = result["weights"]
+        assert not torch.equal(before, first)
+        assert torch.allclose(first, result["plain"], rtol=0, atol=1e-6)
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+        assert result["scales"] == [1024.0, 512.0, 512.0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "chimera"])
