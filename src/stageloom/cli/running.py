@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time as clock
-from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.text import Text
@@ -32,7 +30,7 @@ from stageloom.cli.app import (
     read_costs,
 )
 from stageloom.cli.columns import Column, print_columns
-from stageloom.cli.measured import check_folder, check_place, draw, emulated, print_measured
+from stageloom.cli.measured import check_folder, check_place, emulated
 from stageloom.cli.starting import (
     Context,
     Device,
@@ -47,15 +45,12 @@ from stageloom.cli.starting import (
     start,
     work_of,
 )
-from stageloom.cli.words import console, many, print_json, share, time
+from stageloom.cli.trained import report, show, tell_of_interrupt
+from stageloom.cli.words import console, many, print_json
 from stageloom.errors import InputError
-from stageloom.metrics import measure
-from stageloom.op import KIND_NAMES
-from stageloom.schedule import Schedule
-from stageloom.simulate import simulate
 
 if TYPE_CHECKING:
-    from stageloom.execute.training import Trained
+    pass
 
 
 class Precision(StrEnum):
@@ -212,72 +207,18 @@ def run(
     try:
         trained = start(context_, train, value, work, folder, every, resume, not as_json, timeout=timeout)
     except KeyboardInterrupt:
-        _tell_of_interrupt(checkpoint)
+        tell_of_interrupt(checkpoint)
         raise
     if trained is None:
         return
     if not trained[0].losses and not as_json:
         console().print(f"nothing left to do: the checkpoint is of step {steps} or later")
-    makespan = _show(value, trained, svg, as_json=as_json) if trained[0].losses else None
+    makespan = show(value, trained, svg, as_json=as_json) if trained[0].losses else None
     if as_json:
         first = trained[0]
         losses = {first.began + at + 1: loss for at, loss in enumerate(first.losses)}
-        ranks_ = [_report(rank) for rank in trained]
+        ranks_ = [report(rank) for rank in trained]
         print_json({"schedule": value.name, "makespan_seconds": makespan, "losses": losses, "ranks": ranks_})
-
-
-def _tell_of_interrupt(checkpoint: Path | None) -> None:
-    """What Ctrl-C has left, in one line; steps that were done stand above it."""
-    from stageloom.execute.checkpoint import newest
-
-    step = None if checkpoint is None else newest(checkpoint)
-    kept = f"the last checkpoint is of step {step}; go on from it with --resume" if step else "no checkpoint was kept"
-    print(f"interrupted; {kept}", file=sys.stderr, flush=True)
-
-
-def _show(schedule: Schedule, trained: Sequence[Trained], svg: Path | None, *, as_json: bool) -> dict[str, float]:
-    """Losses, and the last step beside what the simulator makes of the mean times of its ops: both its makespans."""
-    from stageloom.execute.measure import measured_costs, timeline_of
-    from stageloom.execute.stragglers import straggler
-
-    spans = [rank.spans for rank in trained]
-    found = measured_costs(schedule, spans)
-    measured, predicted = timeline_of(schedule, spans, found), simulate(schedule, found)
-    if svg is not None:
-        draw(measured, predicted, svg)
-    makespans = {"predicted": measure(predicted).makespan, "measured": measure(measured).makespan}
-    assert found.seconds is not None
-    makespans = {name: length * found.seconds for name, length in makespans.items()}
-    if as_json:
-        return makespans
-    first, out = trained[0], console()
-    if len(first.losses) == 1:
-        out.print(f"loss {first.losses[0]:.4f}; the one step took {time(first.seconds[0] * 1e3)} ms")
-    else:
-        mean = sum(first.seconds[1:]) / len(first.seconds[1:])
-        out.print(f"loss {first.losses[0]:.4f} -> {first.losses[-1]:.4f}; {time(mean * 1e3)} ms a step after the first")
-    loads = [rank.load for rank in trained if rank.load is not None]
-    shares = [*(share(load.busy) for load in loads), share(sum(load.busy for load in loads) / len(loads))]
-    more = [Column("of whole\nsteps", shares)]
-    for kind, name in enumerate(KIND_NAMES):
-        each = [load.each(kind) for load in loads]
-        if any(seconds is not None for seconds in each):
-            cells = ["-" if seconds is None else time(1e3 * seconds) for seconds in each]
-            more.append(Column(f"ms\nof {name}", [*cells, ""], spare=1))
-    print_measured(measured, predicted, "the last step; predicted from the mean times of its ops", svg, out, more)
-    slow = straggler(loads)
-    if slow is not None:
-        out.print(f"slowest: {slow}", soft_wrap=True)
-    return makespans
-
-
-def _report(rank: Trained) -> dict[str, Any]:
-    """A rank's results as JSON; seconds of its ops by kind."""
-    data = {key: part for key, part in asdict(rank).items() if key not in ("spans", "load", "began")}
-    if rank.load is None:
-        return data
-    each = {name: rank.load.each(kind) for kind, name in enumerate(KIND_NAMES)}
-    return data | {"op_seconds": {name: seconds for name, seconds in each.items() if seconds is not None}}
 
 
 MODEL_FLAGS: Final = (

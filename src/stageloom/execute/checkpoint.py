@@ -19,13 +19,11 @@ What a killed save leaves of these is cleared away by the next save or load.
 # (torch leaks unknown types)
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,18 +31,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stageloom.errors import InputError, RankError, StageloomError
+from stageloom.errors import InputError, RankError
+from stageloom.execute.checkpoint_files import (
+    Reader,
+    Writer,
+    read_metadata,
+    read_settings,
+    require_file,
+    require_fit,
+    require_whole,
+    told,
+    write_settings,
+)
 from stageloom.execute.pipeline import Pipeline
-from stageloom.execute.workers import one_line
-from stageloom.files import read_mapping
 
 T = TypeVar("T")
 
-_SETTINGS = "settings.json"
 _WHOLE = re.compile(r"step-(\d{8})|\.step-(\d{8})\.before")
 _LEFT_OVER = re.compile(r"\.(step-\d{8})\.(partial|before|gone)")
 
@@ -97,13 +102,13 @@ class Checkpoint:
         self._together(what, lambda: self._on_first(lambda: self._clear(make=True)))
         state = self._together(what, lambda: _state(pipeline, optimizer))
         try:
-            save(state, storage_writer=_Writer(str(partial)), process_group=self.group)
+            save(state, storage_writer=Writer(str(partial)), process_group=self.group)
         except CheckpointException as error:
             failure = self._failure(what, error)
             self._on_first(lambda: shutil.rmtree(partial, ignore_errors=True))  # a full disk needs the space
             raise failure from None
         if settings is not None:
-            self._together(what, lambda: self._on_first(lambda: _write_settings(partial, settings)))
+            self._together(what, lambda: self._on_first(lambda: write_settings(partial, settings)))
         self._together(what, lambda: self._on_first(lambda: self._publish(step, partial)))
 
     def load(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> int:
@@ -115,16 +120,16 @@ class Checkpoint:
             return 0
         path = self.folder / f"step-{step:08d}"
         what = f"{path}: is damaged"
-        self._together(what, lambda: self._on_first(lambda: _require_file(path / ".metadata")))
-        saved = self._together(what, lambda: _read_metadata(path))
+        self._together(what, lambda: self._on_first(lambda: require_file(path / ".metadata")))
+        saved = self._together(what, lambda: read_metadata(path))
         if optimizer is not None:
             _materialise(optimizer)
         state = self._together(what, lambda: _state(pipeline, optimizer))
-        self._together(f"{path}: is of another model", lambda: _require_fit(state, saved))
-        self._together(what, lambda: self._on_first(lambda: self.settings.update(_read_settings(path))))
-        self._together(what, lambda: _require_whole(path, saved, state))
+        self._together(f"{path}: is of another model", lambda: require_fit(state, saved))
+        self._together(what, lambda: self._on_first(lambda: self.settings.update(read_settings(path))))
+        self._together(what, lambda: require_whole(path, saved, state))
         try:
-            load(state, storage_reader=_Reader(str(path)), process_group=self.group)
+            load(state, storage_reader=Reader(str(path)), process_group=self.group)
         except CheckpointException as error:
             raise self._failure(what, error) from None
         return step
@@ -170,7 +175,7 @@ class Checkpoint:
         try:
             value = act()
         except Exception as error:
-            problem = _told(error)
+            problem = told(error)
         problems: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(problems, problem, group=self.group)
         failed = {rank: each for rank, each in enumerate(problems) if each is not None}
@@ -180,69 +185,12 @@ class Checkpoint:
 
     def _failure(self, what: str, error: CheckpointException) -> RankError:
         """The failure that torch tells all ranks of; those on the way to it are left out."""
-        return self._error(what, {rank: _told(cause) for rank, (cause, _) in error.failures.items()})
+        return self._error(what, {rank: told(cause) for rank, (cause, _) in error.failures.items()})
 
     def _error(self, what: str, failed: dict[int, str]) -> RankError:
         rank = self.rank if self.rank in failed else min(failed)
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return RankError(f"{what}: rank {rank}{more}: {failed[rank]}", rank, rank == self.rank)
-
-
-class _Writer(FileSystemWriter):
-    """torch's writer; where it fails, it says what failed at the bottom, not at each of the layers above."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        return _saying_why(super().write_data, *args, **kwargs)
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        _saying_why(super().finish, *args, **kwargs)
-
-
-class _Reader(FileSystemReader):
-    """torch's reader; where it fails, it says in which file."""
-
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        files: dict[str, list[Any]] = {}
-        for item in plan.items:
-            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in files.items():
-            try:
-                super().read_data(replace(plan, items=items), planner).wait()
-            except OSError:
-                raise
-            except Exception as error:  # whatever reading other bytes comes to
-                raise _Cause(f"{name}: cannot be read ({type(error).__name__})") from None
-        done: Any = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-
-class _Cause(StageloomError):
-    """The innermost cause of a failure, as text: on its way to other ranks an error loses what it came from."""
-
-
-def _saying_why(act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    try:
-        return act(*args, **kwargs)
-    except Exception as error:
-        raise _Cause(one_line(_innermost(error))) from None
-
-
-def _told(error: BaseException) -> str:
-    below = _innermost(error)
-    return str(below) if isinstance(below, StageloomError) else one_line(below)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The first of a chain of errors; if the system refused something, that."""
-    chain = [error]
-    while not isinstance(chain[-1], StageloomError):  # those are meant for the user as they are
-        last = chain[-1]
-        below = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if below is None or below in chain:
-            break
-        chain.append(below)
-    return next((each for each in reversed(chain) if isinstance(each, OSError)), chain[-1])
 
 
 def _delete(path: Path) -> None:
@@ -251,59 +199,6 @@ def _delete(path: Path) -> None:
         if not path.name.startswith("."):
             path = path.rename(path.with_name(f".{path.name}.gone"))
         shutil.rmtree(path)
-
-
-def _require_file(path: Path) -> None:
-    path.open("rb").close()
-
-
-def _read_metadata(path: Path) -> Any:
-    """What torch says of a checkpoint: the tensors in it, and the files in which they lie."""
-    file = path / ".metadata"
-    try:
-        found = FileSystemReader(path).read_metadata()
-        names = found.state_dict_metadata
-    except OSError:
-        raise  # says the file by itself
-    except Exception as error:  # whatever unpickling other bytes comes to
-        raise InputError(f"{file.name}: cannot be read ({type(error).__name__})") from None
-    if not isinstance(names, dict):
-        raise InputError(f"{file.name}: is no description of a checkpoint")
-    return found
-
-
-def _require_fit(state: Mapping[str, Any], saved: Any) -> None:
-    """Raise InputError naming the first tensor that the checkpoint has not, or has in another shape."""
-    for name, tensor in state.items():
-        there = saved.state_dict_metadata.get(name)
-        if there is None:
-            raise InputError(f"{name} is not in it")
-        size = getattr(there, "size", None)
-        if size is not None and tuple(size) != tuple(tensor.shape):
-            raise InputError(f"{name} has the shape {tuple(size)} there and {tuple(tensor.shape)} here")
-
-
-def _require_whole(path: Path, saved: Any, state: Mapping[str, Any]) -> None:
-    """Raise InputError naming the first file that is shorter than what lies in it, of what this rank needs."""
-    for index, info in (saved.storage_data or {}).items():
-        if index.fqn not in state:
-            continue
-        file = path / info.relative_path
-        if file.stat().st_size < info.offset + info.length:
-            raise InputError(f"{file.name}: ends before {index.fqn} does")
-
-
-def _write_settings(folder: Path, settings: Mapping[str, float]) -> None:
-    with (folder / _SETTINGS).open("w", encoding="utf-8") as file:
-        json.dump(dict(settings), file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_settings(folder: Path) -> dict[str, float]:
-    """{} for a checkpoint that was saved without."""
-    file = folder / _SETTINGS
-    return read_mapping(file) if file.is_file() else {}
 
 
 def _to_disk(folder: Path) -> None:

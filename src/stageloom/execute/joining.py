@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import numpy as np
+
 from stageloom.errors import InputError, RankError
 
 if TYPE_CHECKING:
@@ -136,8 +138,8 @@ def _tell(name: str, value: Any, found: dict[str, str]) -> None:
     if is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             _tell(f"{name}.{each.name}", getattr(value, each.name), found)
-    elif callable(getattr(value, "tobytes", None)):  # an array
-        found[name] = f"other ({hashlib.sha256(value.tobytes()).hexdigest()[:8]})"
+    elif isinstance(value, np.ndarray):
+        found[name] = f"an array ({hashlib.sha256(value.tobytes()).hexdigest()[:8]})"
     else:
         found[name] = _text(value)
 

@@ -209,8 +209,9 @@ class Pipeline:
         inputs: the mini-batch, cut along its first dimension in micro-batches, or a list of micro-batches (which may
         differ in shape); wanted on ranks with a first stage, ignored elsewhere. targets: the same, for the last stage.
         With a mesh they are this pipeline's own part of the global batch: each one has as many micro-batches.
-        kwargs go to every stage as they are. scale multiplies the loss before its backward (for a GradScaler). With
-        `seed`, random numbers (dropout) depend on seed, stage and micro-batch (of the global batch) alone.
+        kwargs go to every stage as they are. scale multiplies the loss before its backward (for a GradScaler, see
+        docs/running.md). With `seed`, random numbers (dropout) depend on seed, stage and micro-batch (of the global
+        batch) alone. Raises InputError for what does not fit, and for a loss that leads back to nothing trained.
         """
         scale = check_step(self.schedule, kwargs, scale, seed)
         if targets is None and any(stage == self.schedule.stages - 1 for _, stage in self.modules):

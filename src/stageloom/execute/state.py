@@ -54,7 +54,14 @@ class Names:
         unknown = sorted(set(state) - self.known - ties)
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            raise InputError(f"{unknown[0]}: no stage has such a name{more}; expected names as of state_dict()")
+            why = (
+                "; two stages use one name, so that all names begin with stages.N., N the stage (`partition.split` "
+                "keeps the names of the whole model)"
+            )
+            raise InputError(
+                f"{unknown[0]}: no stage has such a name{more}; expected names as of state_dict()"
+                f"{why if self.qualified else ''}"
+            )
         for module, own in taken:
             module.load_state_dict(own)
 
@@ -66,7 +73,8 @@ class Names:
             aliases = [name, *(alias for group in _ties(module) if name in group for alias in group)]
             found = next((alias for alias in aliases if alias in state), None)
             if found is None:
-                raise InputError(f"{name}: is missing; expected all names of state_dict(), of stage {stage} here")
+                why = f", where the name stands for {own}, which another stage has too" if self.qualified else ""
+                raise InputError(f"{name}: is missing; expected all names of state_dict(), of stage {stage} here{why}")
             given: Any = state[found]
             shape = getattr(current, "shape", None)
             if shape is not None and getattr(given, "shape", None) != shape:
