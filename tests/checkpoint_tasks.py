@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import toy
 from stageloom.errors import RankError
 from stageloom.execute.checkpoint import Checkpoint
 from stageloom.execute.pipeline import Pipeline
+from stageloom.execute.training import train
 from stageloom.execute.workers import doing
 
 ENDLESS = resource.RLIM_INFINITY
@@ -128,8 +131,8 @@ FAULTS: dict[str, Callable[[], Callable[[], None]]] = {
 }
 
 
-def load_damaged(seat: Any, folder: str, how: str) -> str:
-    """The error of a load from a checkpoint that cannot be read."""
+def load_damaged(seat: Any, folder: str, how: str) -> tuple[str, str]:
+    """The error of a load from a checkpoint that cannot be read, and what else was said of it on standard error."""
     pipeline, optimizer = pipeline_of(seat.rank, seat.group, seat.size)
     kept = Checkpoint(folder, seat.group)
     fill(pipeline, optimizer, 1.0)
@@ -139,6 +142,10 @@ def load_damaged(seat: Any, folder: str, how: str) -> str:
         if how == "cut":
             with open(path / "__1_0.distcp", "r+b") as file:
                 file.truncate(100)
+        elif how == "garbled":
+            (path / "__1_0.distcp").write_bytes(b"x" * (path / "__1_0.distcp").stat().st_size)
+        elif how == "garbled metadata":
+            (path / ".metadata").write_text("no pickle")
         elif how == "missing":
             (path / "__1_0.distcp").unlink()
         elif how == "metadata":
@@ -146,13 +153,24 @@ def load_damaged(seat: Any, folder: str, how: str) -> str:
     dist.barrier(seat.group)
     if how == "model":
         pipeline.modules[0, seat.rank].extra = nn.Linear(2, 2)  # type: ignore[assignment]
+    if how == "shape" and seat.rank == 1:
+        layer: Any = pipeline.modules[0, 1].layer1.first
+        layer.weight.data = layer.weight.data[:3]
+        optimizer.state.clear()
     if how == "optimizer":
         optimizer = torch.optim.Adam(pipeline.parameters())  # type: ignore[assignment]
-    try:
-        kept.load(pipeline, optimizer)
-    except RankError as error:
-        return str(error)
-    return "went through"
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            kept.load(pipeline, optimizer)
+        except RankError as error:
+            return str(error), said.getvalue()
+    return "went through", said.getvalue()
+
+
+def go_on(seat: Any, *arguments: Any) -> tuple[list[float], str]:
+    """Losses of `stageloom run`'s task, and what it says on standard error."""
+    with redirect_stderr(io.StringIO()) as said:
+        return train(seat, *arguments, False).losses, said.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------- kills at every call

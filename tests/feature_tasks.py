@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import toy
 from stageloom.errors import InputError
@@ -338,16 +339,31 @@ def train_whole_decoder(name: str, microbatches: int, clip: float) -> dict[str, 
     return {"norms": norms, "weights": {name: value.detach() for name, value in model.state_dict().items()}}
 
 
-def train_decoder(seat: Any, schedule: Schedule, name: str, clip: float, moved: bool) -> dict[str, Any]:
-    """`moved`: the copies of tied weights start wrong, and have to be made equal."""
+class Wrapped(nn.Module):
+    """A stage of `split` within a module of the user's own."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.inner = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def train_decoder(seat: Any, schedule: Schedule, name: str, clip: float, how: str) -> dict[str, Any]:
+    """`how` the runtime knows of ties: they are "given", "marked" by `split`, or "moved", marked too while the copies
+    of tied weights start wrong and have to be made equal; "wrapped": marked on what a stage of the user's holds."""
     stages = split_model(decoder(name), 4 // schedule.stages)
     groups = tied(stages)
-    if moved:
+    if how == "moved":
         for group in groups:
             for stage, parameter in group[1:]:
                 stages[stage].get_parameter(parameter).data.zero_()
     own = {(p, n): stages[n] for p, ns in enumerate(schedule.placement.stages_of[seat.rank]) for n in ns}
-    pipeline = Pipeline(schedule, own, next_word, group=seat.group, tied=groups, on_task=doing)
+    if how == "wrapped":
+        own = {key: Wrapped(stage) for key, stage in own.items()}
+    ties = {"given": groups, "apart": ()}.get(how)
+    pipeline = Pipeline(schedule, own, next_word, group=seat.group, tied=ties, on_task=doing)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5, momentum=0.9)
     norms: list[float] = []
     for step in range(2):
@@ -355,7 +371,54 @@ def train_decoder(seat: Any, schedule: Schedule, name: str, clip: float, moved: 
         norms.append(pipeline.clip_grad_norm(clip))
         optimizer.step()
         optimizer.zero_grad()
-    return {"norms": norms, "weights": {k: v.detach() for m in own.values() for k, v in m.state_dict().items()}}
+    weights = {k.removeprefix("inner."): v.detach() for m in own.values() for k, v in m.state_dict().items()}
+    return {"norms": norms, "weights": weights}
+
+
+def refused_ties(seat: Any, schedule: Schedule, case: str) -> str:
+    """The message with which this rank refuses what `split` marked as tied."""
+    own = {(0, seat.rank): split_model(decoder("gpt2"), 2)[seat.rank]}
+    if case == "shape" and seat.rank == 1:
+        own[0, 1].lm_head = nn.Linear(16, 3, bias=False).double()  # a head of the user's own
+    optimizer = None if schedule.synchronous else lambda ps: torch.optim.SGD(ps, lr=0.1)
+    try:
+        Pipeline(schedule, own, next_word, group=seat.group, optimizer=optimizer)
+    except InputError as error:
+        return str(error)
+    return "went through"
+
+
+# ------------------------------------------------------------------------------------------------------------- scaling
+
+
+def scaled(seat: Any, schedule: Schedule) -> dict[str, Any]:
+    """Three steps with the GradScaler of docs/running.md; in the second one a gradient of rank 1 overflows."""
+    module = toy.stage(seat.rank, torch.float32)
+    pipeline = Pipeline(schedule, {seat.rank: module}, toy.loss, group=seat.group, on_task=doing)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0, process_group=pipeline.grid.whole)
+    scaler.scale(torch.zeros(1))
+    inputs, targets = toy.data(schedule.microbatches, 0, torch.float32)
+    weights = [next(module.parameters()).detach().clone()]
+    scales: list[float] = []
+    for step in range(3):
+        pipeline.step(inputs, targets, scale=scaler.get_scale())
+        if (step, seat.rank) == (1, 1):
+            gradient = next(module.parameters()).grad
+            assert gradient is not None
+            gradient[0] = float("inf")
+        scaler.unscale_(optimizer)
+        pipeline.clip_grad_norm(1e3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights.append(next(module.parameters()).detach().clone())
+        scales.append(scaler.get_scale())
+    plain = toy.stage(seat.rank, torch.float32)
+    unscaled = Pipeline(schedule, {seat.rank: plain}, toy.loss, group=seat.group, on_task=doing)
+    unscaled.step(inputs, targets)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return {"weights": weights, "scales": scales, "plain": next(plain.parameters()).detach()}
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -387,14 +450,40 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
         "tied name": {"tied": [((0, "nothing"), (1, "nothing"))]},
         "tied alone": {"tied": [((0, "first.weight"),)]},
         "tied differently": {"tied": [((0, "first.weight"), (1, "first.weight"))] if seat.rank else []},
+        "split kind": {"split": 5},
+        "recompute kind": {"recompute": 0},
+        "recompute none": {"recompute": None},
+        "window kind": {"window": "a"},
+        "window part": {"window": 1.5},
+        "edge groups": {"edge_groups": "x"},
+        "static kind": {"static": "yes"},
+        "check finite": {"check_finite": "x"},
+        "on task": {"on_task": 5},
+        "tied kind": {"tied": 5},
+        "tied member": {"tied": [(0, 1)]},
+        "two differ": {"dynamic": seat.rank == 1, "edge_groups": seat.rank == 1},
     }.get(case, {})
+    step: dict[str, Any] = {
+        "kwargs": {"kwargs": 5},
+        "scale text": {"scale": "x"},
+        "scale none": {"scale": None},
+        "scale nan": {"scale": float("nan")},
+        "seed part": {"seed": 1.5},
+        "seed text": {"seed": "x"},
+    }.get(case, {"scale": 2.0} if case == "scale" else {})
+    if case == "stage list":
+        own = list(own.values())  # type: ignore[assignment]
+    if case == "no stages":
+        own = None  # type: ignore[assignment]
+    if case == "schedule":
+        schedule = "1f1b"  # type: ignore[assignment]
     if case == "stages":
         own = {(0, n + 1): m for (_, n), m in own.items()}
     if case == "no module":
         own = dict.fromkeys(own, 3)  # type: ignore[arg-type]
     if case == "no tensor" and (0, 0) in own:
         own[0, 0] = Silent()
-    count = schedule.microbatches
+    count = 2 if case == "schedule" else schedule.microbatches
     inputs: Any
     inputs, targets = toy.data(count, 0)
     if case == "inputs":
@@ -408,12 +497,19 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
     elif case == "too small":
         inputs = inputs[: count - 1]
     function: Any = (lambda o, t: (o - t) ** 2) if case == "loss" else (3 if case == "loss kind" else toy.loss)
-    group = dist.new_group([seat.rank], use_local_synchronization=True) if case == "group" else seat.group
+    if case == "detached":
+        function = lambda o, t: toy.loss(o, t).detach()  # noqa: E731
+    if case == "detached stage":
+        own[0, 1].register_forward_hook(lambda _, __, output: output.detach())
+    group: Any = dist.new_group([seat.rank], use_local_synchronization=True) if case == "group" else seat.group
+    group = 5 if case == "group kind" else group
     try:
         pipeline = Pipeline(schedule, own, function, group=group, **options)
-        if case == "clip":
-            pipeline.clip_grad_norm(0)
-        pipeline.step(inputs, targets, scale=2.0 if case == "scale" else 1.0)
+        if case in ("clip", "clip kind"):
+            pipeline.clip_grad_norm(0 if case == "clip" else "x")  # type: ignore[arg-type]
+        if case == "state":
+            pipeline.load_state_dict(None)  # type: ignore[arg-type]
+        pipeline.step(inputs, targets, **step)
     except InputError as error:
         return str(error)
     return "went through"

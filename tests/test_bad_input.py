@@ -174,6 +174,7 @@ COSTS: list[tuple[str, str]] = [
     ("- 1\n- 2\n", "holds no mapping"),
     ("F: [1, 2\n", "is not YAML"),
     ("F: fast\n", "F: Input should be a valid number"),
+    ('F: "1"\n', "F: Input should be a valid number, not text, got '1'"),
     ("F: -1\n", "F: Input should be greater than or equal to 0, got -1"),
     ("F: .nan\n", "F: Input should be a finite number"),
     ("F: [1, -2]\n", "F.1: Input should be greater than or equal to 0, got -2"),
@@ -252,6 +253,7 @@ def test_wrong_cost_file(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
     check(["simulate", "1f1b", "-p", "4", "-m", "8", "--costs", str(file)], message)
+    assert str(file) in stageloom("simulate", "1f1b", "-p", "4", "-m", "8", "--costs", str(file)).err
 
 
 @pytest.mark.parametrize("suffix", [".loom", ".json", ".yaml"])

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,12 +18,16 @@ from pathlib import Path
 import pytest
 
 import checkpoint_tasks as tasks
+import stageloom as sl
 from command import stageloom, workers_of
 from stageloom.execute.checkpoint import newest
+from stageloom.execute.language import Config
+from stageloom.execute.training import Work
 from stageloom.execute.workers import Failure, Pool
 
 pytestmark = pytest.mark.torch
 TESTS = Path(__file__).parent
+SMALL = ["--layers", "2", "--width", "16", "--context", "16", "--size", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +114,12 @@ def test_a_disk_that_is_really_full(pool: Pool, tmp_path: Path) -> None:
         pytest.skip("this user may not mount a file system; the test above limits the size of files instead")
     assert result.returncode == 2, result
     *_, said = result.stderr.splitlines()
-    pattern = (
-        r"rank (\d) failed at checkpoint of step 2: RankError: .* rank \1( \(and 1 more\))?: OSError: \[Errno 28\]"
-    )
+    pattern = r"error: the checkpoint of step 2 cannot be written: rank \d( \(and 1 more\))?: OSError: \[Errno 28\]"
     assert re.search(pattern, said), result.stderr
     assert newest(tmp_path / "out") == 1
     again = f"run 1f1b -p 2 -m 2 --steps 3 --every 1 --layers 2 --width 32 --json --resume --checkpoint {tmp_path}/out"
     with workers_of(pool):
-        assert [len(rank["losses"]) for rank in json.loads(stageloom(*again.split()).out)] == [2, 2]
+        assert [len(rank["losses"]) for rank in json.loads(stageloom(*again.split()).out)["ranks"]] == [2, 2]
 
 
 # ------------------------------------------------------------------------------------------------- what cannot be read
@@ -125,17 +128,22 @@ def test_a_disk_that_is_really_full(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("cut", "rank "),
-        ("missing", "rank 1: FileNotFoundError: [Errno 2]"),
-        ("metadata", "rank 0: FileNotFoundError: [Errno 2]"),
-        ("model", "rank 0 (and 1 more): RuntimeError: Missing key in checkpoint state_dict: model.extra."),
-        ("optimizer", "Missing key in checkpoint state_dict: optimizer.layer"),
+        ("cut", "is damaged: rank 1: __1_0.distcp: ends before "),
+        ("garbled", "is damaged: rank 1: __1_0.distcp: cannot be read ("),
+        ("missing", "is damaged: rank 1: FileNotFoundError: [Errno 2]"),
+        ("metadata", "is damaged: rank 0: FileNotFoundError: [Errno 2]"),
+        ("garbled metadata", "is damaged: rank 0 (and 1 more): .metadata: cannot be read ("),
+        ("model", "is of another model: rank 0 (and 1 more): model.extra.weight is not in it"),
+        ("shape", "is of another model: rank 1: model.layer1.first.weight has the shape (12, 6) there and (3, 6) here"),
+        ("optimizer", "is of another model: rank 0 (and 1 more): optimizer.layer0."),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(how: str, expected: str, pool: Pool, tmp_path: Path) -> None:
-    messages = pool.run(tasks.load_damaged, str(tmp_path), how)
+    told = pool.run(tasks.load_damaged, str(tmp_path), how)
+    assert [more for _, more in told] == ["", ""]  # nor does torch tell of it by itself
+    messages = [message for message, _ in told]
     for message in messages:
-        assert "step-00000001: is damaged, or of another model: rank " in message
+        assert re.search("step-00000001: is (damaged|of another model): rank ", message)
         assert "\n" not in message
     assert any(expected in message for message in messages), messages
 
@@ -150,6 +158,60 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(pool: Pool
     assert f"--checkpoint {tmp_path}/c: holds a checkpoint of step 2 already; add --resume" in result.err
     assert len(result.err.splitlines()) == 1
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == before
+
+
+def test_a_run_says_what_it_goes_on_from(pool: Pool, tmp_path: Path) -> None:
+    config = Config(layers=2, width=16, heads=2, context=16)
+    found: list[tuple[int, str]] = []
+    others = "--seed 7 (before: 0) and --rate 0.5 (before: 0.001)"
+    for more in ({"steps": 2}, {"steps": 3}, {"steps": 4, "rate": 0.5, "seed": 7}):
+        work = Work(sl.build("1f1b", 2, 2), config, data_bytes=100_000, **more)
+        (losses, said), (_, other_rank) = pool.run(tasks.go_on, work, f"{tmp_path}/c", 10, True)
+        assert other_rank == ""
+        found.append((len(losses), said))
+    assert found == [
+        (2, f"--resume: {tmp_path}/c holds no checkpoint; starting from the first step\n"),
+        (1, f"going on from step 2 of {tmp_path}/c\n"),
+        (1, f"going on from step 3 of {tmp_path}/c, with another {others}\n"),
+    ]
+    command = ["run", "1f1b", "-p", "2", "-m", "2", *SMALL, "--json", "--resume", "--checkpoint"]
+    with workers_of(pool):
+        assert list(json.loads(stageloom(*command, f"{tmp_path}/c", "--steps", "5").out)["losses"]) == ["5"]
+        other = stageloom(*command, f"{tmp_path}/c", "--width", "32")
+    assert other.status == 2
+    assert re.match(
+        r"error: .*step-00000005: is of another model: .*model.*token.weight has the shape \(256, 16\) ", other.err
+    )
+    file = tmp_path / "file"
+    file.touch()
+    for place, message in ((file, "is a file; give a folder"), (file / "c", "is a file")):
+        result = stageloom(*command, str(place))
+        assert (result.status, message in result.err) == (2, True), result
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused_before_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    result = stageloom("run", "1f1b", "-p", "2", "-m", "2", "--checkpoint", f"{tmp_path}/a/b")
+    assert result.status == 2
+    assert f"--checkpoint {tmp_path}/a/b: {tmp_path} may not be written to by this user" in result.err
+
+
+def test_ctrl_c_says_what_was_kept(tmp_path: Path) -> None:
+    arguments = (
+        f"run 1f1b -p 2 -m 2 --steps 100000 --every 1 --layers 2 --width 16 --context 16 --checkpoint {tmp_path}/c"
+    )
+    command = [sys.executable, "-m", "stageloom", *arguments.split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline()[:6] for _ in range(3)] == ["step 1", "step 2", "step 3"]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    said = re.fullmatch(r"interrupted; the last checkpoint is of step (\d+); go on from it with --resume\n", err)
+    assert said is not None, err
+    assert int(said[1]) == newest(tmp_path / "c")
 
 
 def test_a_failure_names_the_rank_whose_disk_is_full(pool: Pool, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_run_measures_its_last_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--emulate --steps 3", "--steps is of a model, and with --emulate none is run"),
+        ("--emulate --steps 3", "--steps: an emulation runs one step"),
         ("--emulate --checkpoint x", "--checkpoint is of a model"),
         ("--f 2", "--f is for emulation"),
         ("--costs x.yaml", "--costs is for emulation"),
@@ -253,5 +253,6 @@ def test_costs_that_cannot_be_emulated(what: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.yaml"
     file.write_text(f"{what}: true")
     result = stageloom("run", "1f1b", "-p", "2", "-m", "2", "--emulate", "--costs", str(file))
-    assert (result.status, f"{what} cannot be emulated" in result.err) == (2, True)
+    message = f"{file}: {what} cannot be emulated: messages between local processes do not queue; drop the key {what}"
+    assert (result.status, message in result.err) == (2, True)
     assert stageloom("run", "1f1b", "-p", "65", "-m", "2", "--emulate").status == 2

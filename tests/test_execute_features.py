@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import stageloom as sl
-from feature_tasks import evaluate, refused, refused_training, restart, train, train_decoder, train_whole_decoder, whole
+from feature_tasks import (
+    evaluate,
+    refused,
+    refused_ties,
+    refused_training,
+    restart,
+    scaled,
+    train,
+    train_decoder,
+    train_whole_decoder,
+    whole,
+)
 from stageloom.execute.workers import Failure, Pool
 from stageloom.schedule import Schedule
 from stageloom.schedules import Record, records
@@ -105,14 +116,27 @@ def test_gradients_accumulate_over_steps(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
-def test_tied_embeddings_of_transformers(model: str, name: str, pool: Pool) -> None:
-    """zb-v has both tied stages on one rank, dualpipe both on both."""
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("1f1b", "marked"), ("1f1b", "given"), ("zb-h1", "wrapped"), ("zb-v", "moved"), ("dualpipe", "marked")],
+)
+def test_tied_embeddings_of_transformers(model: str, name: str, how: str, pool: Pool) -> None:
+    """zb-v has both tied stages on one rank, dualpipe both on both. What `split` marked need not be given."""
     expected = train_whole_decoder(model, 4, 0.5)
-    for result in pool.run(train_decoder, sl.build(name, 2, 4), model, 0.5, name == "zb-v", size=2):
+    for result in pool.run(train_decoder, sl.build(name, 2, 4), model, 0.5, how, size=2):
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10)
         for key, value in result["weights"].items():
             assert torch.allclose(value, expected["weights"][key], rtol=0, atol=1e-10), key
+
+
+def test_ties_that_split_marked_are_trained_apart_only_where_one_says_so(pool: Pool) -> None:
+    expected = train_whole_decoder("gpt2", 4, 0.5)
+    for result in pool.run(train_decoder, sl.build("1f1b", 2, 4), "gpt2", 0.5, "apart", size=2):
+        assert result["norms"][0] != pytest.approx(expected["norms"][0], rel=1e-6)
+    for message in pool.run(refused_ties, sl.build("1f1b", 2, 4), "shape", size=2):
+        assert "have the shapes [(32, 16), (3, 16)] now; give tied=()" in message
+    for message in pool.run(refused_ties, sl.build("pipedream", 2, 4), "", size=2):
+        assert "are one parameter in the model that was split, and pipedream updates stages" in message
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipe", "zb-v"])
@@ -178,6 +202,16 @@ def test_autocast_and_scale(name: str, pool: Pool) -> None:
     feeds = [feed(4, 0, torch.float32)]
     for options in ({}, {"recompute": [0, 1]}):
         check(pool, sl.build(name, 2, 4), "toy32", feeds, 1e-5, bf16=True, scale=1024.0, **options)
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(pool: Pool) -> None:
+    for result in pool.run(scaled, sl.build("zb-h1", 2, 4), size=2):
+        before, first, second, third = result["weights"]
+        assert not torch.equal(before, first)
+        assert torch.allclose(first, result["plain"], rtol=0, atol=1e-6)
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+        assert result["scales"] == [1024.0, 512.0, 512.0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "chimera"])
@@ -258,7 +292,33 @@ REFUSALS = {
     "too small": "cannot be cut in",
     "group": "has 2 ranks and the process group 1",
     "loss": "loss: gave shape",
-    "loss kind": "loss: is a int",
+    "loss kind": "loss: is 3; expected a function",
+    "detached": "loss: leads back to nothing that is trained",
+    "detached stage": "what stage 1 returns, or the loss, is detached",
+    "schedule": "schedule: is '1f1b'; expected a schedule, as of stageloom.build",
+    "stage list": "stages: is a list; expected a dict of modules by stage",
+    "no stages": "stages: is None; expected a dict of modules by stage",
+    "group kind": "group: is 5; expected a process group",
+    "split kind": "split: is 5; expected a mode (auto, ",
+    "recompute kind": "recompute: is 0; expected numbers of stages",
+    "recompute none": "recompute: is None; expected numbers of stages",
+    "window kind": "window: is 'a'; expected a whole number of receives",
+    "window part": "window: is 1.5; expected a whole number of receives",
+    "edge groups": "edge_groups: is 'x'; expected True, False or None",
+    "static kind": "static: is 'yes'; expected True or False",
+    "check finite": "check_finite: is 'x'; expected True or False",
+    "on task": "on_task: is 5; expected a function",
+    "tied kind": "tied: is 5; expected groups of (stage, name)",
+    "tied member": "tied: is a list; expected groups of (stage, name)",
+    "two differ": "ranks [1] were given another dynamic, edge_groups than rank 0",
+    "kwargs": "kwargs: is 5; expected a dict of keyword arguments",
+    "scale text": "scale: is 'x'; expected a finite number",
+    "scale none": "scale: is None; expected a finite number",
+    "scale nan": "scale: is nan; expected a finite number",
+    "seed part": "seed: is 1.5; expected a whole number",
+    "seed text": "seed: is 'x'; expected a whole number",
+    "clip kind": "max_norm is 'x'; expected a number above 0",
+    "state": "load_state_dict: state is None; expected tensors by name",
     "no tensor": "stage 0 returned no tensor",
     "split mode": "mode 'half' is unknown",
     "split stage": "split: names stages [9]",
@@ -268,10 +328,20 @@ REFUSALS = {
     "tied stage": "tied: (5, 'first.weight')",
     "tied name": "has no parameter 'nothing'",
     "tied alone": "has 1 members",
-    "tied differently": "ranks [1] were given another",
+    "tied differently": "ranks [1] were given another tied than rank 0",
     "clip": "max_norm is 0",
 }
-ONE_RANK = ("inputs", "targets", "list", "not divisible", "too small", "loss", "no tensor")
+ONE_RANK = (
+    "inputs",
+    "targets",
+    "list",
+    "not divisible",
+    "too small",
+    "loss",
+    "no tensor",
+    "detached",
+    "detached stage",
+)
 """Only some ranks see these; one rank is all there is then."""
 
 

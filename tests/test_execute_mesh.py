@@ -391,7 +391,7 @@ def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Po
         ("group", "give mesh= or group=, not both"),
         ("data", "data names ['ep']"),
         ("replicated", "gave ['tp']; expected some of ['dp']"),
-        ("differing data", "ranks [1, 2, 3] were given another schedule, tied, dynamic, static or mesh than rank 0"),
+        ("differing data", "ranks [1, 2, 3] were given another mesh than rank 0"),
         ("differing replicated", "stage 1: ranks 2 and 3 train it together, but hold 2 and 7 of its parameters"),
         ("frozen on one", "stage 1: ranks 2 and 3 train it together, but hold norm.weight [6] torch.float64 and"),
         (

@@ -39,7 +39,7 @@ from profile_tasks import (
 from stageloom.costs import Costs, load_costs
 from stageloom.errors import InputError
 from stageloom.execute.language import language_model
-from stageloom.execute.profile import profile, profile_stages, variants
+from stageloom.execute.profile import Profile, profile, profile_stages, share_of_w, variants
 from stageloom.execute.progress import busy
 from stageloom.execute.stragglers import Load, straggler
 from stageloom.execute.tree import flatten, unflatten
@@ -102,6 +102,31 @@ def test_memory_is_measured_to_the_byte(split: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip((p for s in stages for p in s.parameters()), before, strict=True))
     assert all(p.grad is None and "forward" not in vars(layer) for s in stages for layer in s for p in s.parameters())
     assert not torch.distributed.is_initialized()
+
+
+def test_a_share_that_is_nearly_whole_is_whole() -> None:
+    """1.00183 was measured: taken literally, each B would add to the memory that F needs, and 1F1B's would not do."""
+    found = {
+        freed: share_of_w(freed, 100.0) for freed in (-1.0, 0.0, 2.9, 3.1, 50.0, 96.9, 97.1, 100.183, 103.1, 250.0)
+    }
+    expected = [0.0, 0.0, 0.0, 0.031, 0.5, 0.969, 1.0, 1.0, 1.031, 2.5]
+    assert list(found.values()) == pytest.approx(expected)
+    assert share_of_w(1.0, 0.0) == 0.0
+
+
+def test_times_of_a_busy_machine_are_said_to_be() -> None:
+    from stageloom.cli.profiling import warnings
+
+    schedule = sl.build("1f1b", 2, 4)
+    even = {"F": [0.1, 0.1], "BW": [0.29, 0.1]}
+    calm = Profile(Costs(F=[1, 1], B=[1, 1], W=[1, 1], BW=[1.9, 0.95]), {}, even, 4)
+    assert warnings(schedule, calm) == []
+    busy = Profile(Costs(F=[1, 1], B=[1, 1], W=[1, 1], BW=[2, 0.8]), {}, even | {"F": [0.1, 11.08]}, 4)
+    assert warnings(schedule, busy) == [
+        "warning: F of stage 1 varied by +-1108 %: the machine was busy; repeat, or raise --repeats",
+        "warning: BW of stage 1 took less time than B, which is a part of it: the machine was busy; repeat, or raise "
+        "--repeats",
+    ]
 
 
 def test_times_are_those_of_the_stages() -> None:

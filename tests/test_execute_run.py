@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from stageloom.execute.workers import Pool
 from stageloom.schedule import Schedule
 
 pytestmark = pytest.mark.torch
+SMALL = ["--layers", "2", "--width", "16", "--context", "16", "--size", "2"]
 CONFIG = Config(layers=2, width=16, heads=2, context=16)
 
 
@@ -92,6 +95,7 @@ def test_verify_says_equal_and_how(tmp_path: Path) -> None:
     assert data["equal"] is True
     assert [rank["modes"] for rank in data["ranks"]] == [{"0": "fused"}, {"1": "deferred"}]  # rank 0 has no lag: BW
     assert max(rank["gradient_error"] for rank in data["ranks"]) < 1e-12
+    assert all((rank["worst"] == "") == (rank["gradient_error"] == 0.0) for rank in data["ranks"])
     file = tmp_path / "mine.loom"
     file.write_text(sl.dumps(sl.build("zb-v", 2, 4)))
     shown = stageloom("verify", str(file), "--precision", "float32")
@@ -112,7 +116,14 @@ def test_verify_says_equal_and_how(tmp_path: Path) -> None:
         ("verify 1f1b -p 2 -m 2 --timeout 0", "the timeout must be above 0"),
         ("run 1f1b -p 2 -m 2 --steps 0", "--steps 0: at least 1"),
         ("run 1f1b -p 2 -m 2 --every 0 --checkpoint x", "--every 0: at least 1"),
-        ("run 1f1b -p 2 -m 2 --rate 0", "--rate 0: a number above 0"),
+        ("run 1f1b -p 2 -m 2 --rate 0", "--rate 0: a finite number above 0"),
+        ("run 1f1b -p 2 -m 2 --rate inf", "--rate inf: a finite number above 0"),
+        ("run 1f1b -p 2 -m 2 --seed 99999999999999999999999", "--seed 99999999999999999999999: too large"),
+        ("verify 1f1b -p 2 -m 2 --size 1000000000", "--size 1000000000 and --context 32: 2 micro-batches of 32,0"),
+        ("run 1f1b -p 2 -m 2 --context 1000000000", "--context 1000000000: a model of 64,000,131,072 parameters"),
+        ("profile 1f1b -p 2 -m 2 --layers 1000000", "--layers 1000000: too many; at most 10000"),
+        ("profile 1f1b -p 2 -m 2 -o costs.txt", "-o costs.txt: costs are written as YAML or JSON"),
+        (f"run 1f1b -p 2 -m 2 --svg {'a' * 300}.svg", "a.svg: cannot be written: File name too long"),
         ("run 1f1b -p 2 -m 2 --resume", "--resume needs --checkpoint"),
         ("run pipedream -p 2 -m 2 --checkpoint x", "are not checkpointed"),
         ("run 1f1b -p 2", "--microbatches/-m is missing"),
@@ -125,10 +136,43 @@ def test_wrong_invocations(arguments: str, message: str) -> None:
     assert len(result.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("verb", ["run", "verify", "profile"])
+def test_a_file_that_cannot_run_starts_no_process(verb: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.loom"
+    file.write_text("stageloom schedule 1\nname: s\nranks: 1\nmicrobatches: 2\npath: 0\nrank 0: BW0 F0 F1\n")
+    with mock.patch("stageloom.execute.workers.launch", side_effect=AssertionError):
+        result = stageloom(verb, str(file))
+    assert result.status == 2
+    assert re.fullmatch(rf"error: {file}: cannot run: .*; `stageloom validate {file}` shows where\n", result.err)
+
+
+def test_a_reader_that_goes_away_ends_a_run_quietly() -> None:
+    command = [sys.executable, "-m", "stageloom", "run", "1f1b", "-p", "2", "-m", "2", "--steps", "100000", *SMALL]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step 1/100000")
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait(60)) == ("", 0)
+
+
+def test_one_step_is_no_mean_of_those_after_the_first() -> None:
+    result = stageloom("run", "1f1b", "-p", "2", "-m", "32", "--steps", "1", *SMALL)
+    assert result.status == 0, result.err
+    assert re.search(r"^loss \d\.\d+; the one step took [\d.,]+ ms$", result.out, re.MULTILINE)
+    assert "--svg FILE draws all" in " ".join(result.out.split())
+    assert "-o FILE" not in result.out
+
+
 def test_asynchronous_schedules_train(tmp_path: Path) -> None:
     result = stageloom("run", "pipedream", "-p", "2", "-m", "8", "--steps", "3", "--json")
     assert result.status == 0, result.err
-    first, second = json.loads(result.out)
+    data = json.loads(result.out)
+    first, second = data["ranks"]
+    assert data["schedule"] == "pipedream"
+    assert list(data["losses"].items()) == [(str(step + 1), loss) for step, loss in enumerate(first["losses"])]
+    assert 0 < data["makespan_seconds"]["measured"] < first["seconds"][-1]
+    assert data["makespan_seconds"]["predicted"] > 0
     assert first["losses"][-1] < first["losses"][0]
     for rank in (first, second):
         assert set(rank["op_seconds"]) == {"F", "BW"}

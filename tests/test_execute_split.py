@@ -11,11 +11,13 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
 
 from stageloom.errors import InputError, StageloomError
 from stageloom.execute.split import (
@@ -126,6 +128,12 @@ def floats(*shape):
     return lambda dtype: torch.randn(shape, dtype=dtype)
 
 
+def no_bias(layer):
+    """The layer with its bias frozen."""
+    layer.bias.requires_grad_(False)
+    return layer
+
+
 def on(layer):
     """A layer behind a linear one over the same features, so that its input needs a gradient."""
     return nn.Sequential(nn.Identity(), layer)
@@ -145,6 +153,8 @@ STAGES = {
     "conv2d-reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), [floats(2, 4, 5, 5)]),
     "conv2d-unbatched": (lambda: nn.Conv2d(4, 6, 3), [floats(4, 5, 5)]),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), [floats(2, 2, 3, 4, 3)]),
+    "transposed": (lambda: nn.Sequential(Conv1D(5, 8), nn.GELU(), Conv1D(3, 5)), [floats(2, 3, 8)]),
+    "transposed-frozen-bias": (lambda: no_bias(Conv1D(5, 8)), [floats(4, 8)]),
     "embedding": (lambda: nn.Embedding(11, 8), [numbers(2, 5)]),
     "embedding-padding": (lambda: nn.Sequential(nn.Embedding(11, 8, padding_idx=3), nn.Linear(8, 2)), [numbers(4, 9)]),
     "embedding-frequency": (lambda: nn.Embedding(4, 8, scale_grad_by_freq=True), [numbers(20, high=4)]),
@@ -573,6 +583,27 @@ def test_a_forward_keeps_no_output_and_nothing_lives_on_without_a_backward(mode)
 
 
 # ------------------------------------------------------------------------------------------------ what is deferred
+
+
+def test_all_of_gpt2_is_deferred():
+    """Its linear layers have their weights the other way round; no other layer computes a weight's gradient in B."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)).double()
+    twin, x = copy.deepcopy(model).eval(), torch.randint(0, 11, (2, 5))
+    model.eval()
+    report = prepare(model, "auto")
+    assert report.mode == "deferred"
+    assert report.at_once == ()
+    assert report.deferred["Conv1D"] == 8  # two of attention and two of the MLP, in each of two layers
+    outputs, saved = run_forward("deferred", lambda flat: [model(flat[0]).logits], [x], list(model.parameters()))
+    g = torch.randn_like(outputs[0])
+    run_backward_input(saved, [g])
+    assert all(p.grad is None for name, p in model.named_parameters() if "ln_" not in name)
+    run_backward_weight(saved)
+    twin(x).logits.backward(g)
+    for (name, p), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p.grad, wanted.grad, rtol=1e-10, atol=1e-12), name
 
 
 def test_report_says_what_is_deferred_and_what_is_not():

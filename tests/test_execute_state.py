@@ -53,6 +53,9 @@ def test_names_of_state(kind: str, name: str, pool: Pool) -> None:
             assert result["untouched"]
             assert missing.startswith(f"{result['first']}: is missing")
         assert unknown.startswith("stages.9.weight: no stage has such a name")
+        qualified = result["first"].startswith("stages.")
+        assert ("all names begin with stages.N." in unknown) == qualified
+        assert ("which another stage has too" in missing) == (qualified and missing != "went through")
         assert shape.startswith(f"{result['first']}: has shape (3, 3, 3); stage ")
         assert number.startswith(f"{result['first']}: has shape none, as a int; stage ")
 

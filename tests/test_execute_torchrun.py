@@ -13,7 +13,7 @@ import pytest
 
 import stageloom as sl
 from stageloom.errors import InputError
-from stageloom.execute.joining import Invitation, invitation, join
+from stageloom.execute.joining import Invitation, invitation, join, told
 from stageloom.execute.language import Config
 from stageloom.execute.training import Work, train
 from stageloom.execute.workers import Pool
@@ -101,17 +101,68 @@ def test_one_message_names_rank_op_and_cause(how: str, victim: int, timeout: flo
 
 
 def test_what_a_launcher_says() -> None:
-    told = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    said = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert invitation({}) is None
     assert invitation({"WORLD_SIZE": "4"}) is None
-    assert invitation(told) == Invitation(3, 4, 3, 4)
-    assert invitation(told | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Invitation(3, 4, 1, 2)
+    assert invitation(said) == Invitation(3, 4, 3, 4)
+    assert invitation(said | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Invitation(3, 4, 1, 2)
     with pytest.raises(InputError, match="but not MASTER_PORT"):
-        invitation({key: value for key, value in told.items() if key != "MASTER_PORT"})
+        invitation({key: value for key, value in said.items() if key != "MASTER_PORT"})
+    for wrong, message in (
+        ({"RANK": "5"}, "RANK is 5 and WORLD_SIZE 4: ranks go from 0 to WORLD_SIZE - 1"),
+        ({"WORLD_SIZE": "0"}, "RANK is 3 and WORLD_SIZE 0"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            invitation(said | wrong)
     with pytest.raises(InputError, match="RANK is 'x'"):
-        invitation(told | {"RANK": "x"})
+        invitation(said | {"RANK": "x"})
     with pytest.raises(InputError, match="timeout must be above 0"):
         join(Invitation(0, 1, 0, 1), print, timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("verb", "of_first", "of_second", "message"),
+    [
+        ("run", "--steps 2", "--steps 4", "--steps is 4 on rank 1 and 2 on rank 0; start all ranks with the same"),
+        ("verify", "{tmp}/0.loom", "{tmp}/1.loom", "SCHEDULE is .*1.loom on rank 1 and .*0.loom on rank 0"),
+    ],
+)
+def test_ranks_that_were_started_differently_do_not_train(
+    verb: str, of_first: str, of_second: str, message: str, tmp_path: Path
+) -> None:
+    for name, schedule in (("0", "1f1b"), ("1", "gpipe")):
+        (tmp_path / f"{name}.loom").write_text(sl.dumps(sl.build(schedule, 2, 4)))
+    if verb == "run":
+        of_first, of_second = (f"1f1b -p 2 -m 4 {flags}" for flags in (of_first, of_second))
+    port = free_port()
+    nodes = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node)),
+            *("--master-addr", "127.0.0.1", "--master-port", port, "-m", "stageloom", verb),
+            *flags.format(tmp=tmp_path).split(),
+            *("--layers", "2", "--width", "16", "--context", "16", "--size", "2"),
+        )
+        for node, flags in enumerate((of_first, of_second))
+    ]
+    (status, out, errors), (other, _, more) = ended(nodes[0]), ended(nodes[1])
+    assert status != 0
+    assert other != 0
+    assert out == ""
+    assert len(errors + more) == 1
+    assert re.match(f"error: {message}", (errors + more)[0])
+
+
+def test_what_the_ranks_of_a_task_are_given_is_told_apart() -> None:
+    """By flag, by argument, and by what a file held: the same name may stand for other schedules."""
+    config = Config(layers=2, width=16, heads=2, context=16)
+    one, other = (Work(sl.build(name, 2, 4), config, rate=0.1) for name in ("1f1b", "gpipe"))
+    first, second = (told(train, (work, None, 10, False, True), {"--steps": 2}) for work in (one, other))
+    assert next(iter(first)) == "--steps"
+    assert (first["work.rate"], first["every"], first["work.config.width"]) == ("0.1", "10", "16")
+    apart = [name for name in first if first[name] != second[name]]
+    assert {"work.schedule.name", "work.schedule.kind"} <= set(apart)
+    assert all(name.startswith("work.schedule.") for name in apart)
 
 
 def test_one_node_shows_one_line_that_is_written_anew() -> None:

@@ -34,6 +34,14 @@ def test_cost_and_makespan_differ_where_ranks_start_late_and_end_late() -> None:
     assert metrics.bubble_rate == 0
 
 
+def test_what_sums_of_numbers_leave_is_no_loss() -> None:
+    """These were 8.9e-16 and the like."""
+    for name in ("1f1b", "zb-h1", "zb-v"):
+        metrics = measured(name, 4, 7, F=0.1, B=0.2, W=0.7, latency=0.03)
+        assert metrics.imbalance_loss == 0
+        assert metrics.schedule_loss == pytest.approx(metrics.bubble_time)
+
+
 def test_steady_phase_of_1f1b_has_no_bubble_and_the_fill_has() -> None:
     metrics = measured("1f1b", 8, 64)
     assert metrics.steady_utilization == pytest.approx(1.0)

@@ -27,6 +27,13 @@ def _no_truth(value: object) -> object:
     return value
 
 
+def _number(value: object) -> object:
+    """Nor is text, whatever it looks like."""
+    if isinstance(value, str):
+        raise ValueError("Input should be a valid number, not text")
+    return _no_truth(value)
+
+
 # The bounds keep sums and products of any of them within what a number can hold.
 LARGEST: Final = 1e100
 SMALLEST: Final = 1e-100
@@ -38,9 +45,10 @@ def _in_bounds(value: float) -> float:
     return value
 
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_no_truth), AfterValidator(_in_bounds)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_no_truth), AfterValidator(_in_bounds)]
-Whole = Annotated[int, Field(ge=0), BeforeValidator(_no_truth)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number), AfterValidator(_in_bounds)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number), AfterValidator(_in_bounds)]
+Whole = Annotated[int, Field(ge=0), BeforeValidator(_number)]
+Rank = Annotated[int, Field(ge=0), BeforeValidator(_no_truth)]  # a key, which is text in JSON
 Pieces = Amount | Annotated[list[Amount], Field(min_length=1)]
 Unit = Literal["s", "ms", "us"]
 SECONDS: Final[dict[str, float]] = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -75,8 +83,8 @@ class ChunkAnatomy(_Model):
     mlp_w: Amount | None = None
     dispatch_b: Amount | None = None
     combine_b: Amount | None = None
-    layers: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_no_truth)] = 1
-    sm_share: Annotated[float, Field(ge=0, lt=1), BeforeValidator(_no_truth)] = 0.0
+    layers: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_number)] = 1
+    sm_share: Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)] = 0.0
     boundary: Amount = 0.0
 
     @cached_property
@@ -117,9 +125,9 @@ class Costs(_Model):
     blocking: bool = False
     links: tuple[Link, ...] = ()
     overhead: Amount = 0.0
-    stragglers: dict[Whole, Rate] = Field(default_factory=dict[int, float])
+    stragglers: dict[Rank, Rate] = Field(default_factory=dict[int, float])
     activation_bytes: Pieces = 0.0
-    w_share: Annotated[float, Field(ge=0, le=100), BeforeValidator(_no_truth)] = 0.5
+    w_share: Annotated[float, Field(ge=0, le=100), BeforeValidator(_number)] = 0.5
     parameter_bytes: Pieces = 0.0
     gradient_bytes: Pieces = 0.0
     optimizer_bytes: Pieces = 0.0
@@ -178,6 +186,11 @@ class Costs(_Model):
         if self.message_bytes and not with_bandwidth:
             raise ValueError("message_bytes is given without a bandwidth (bytes a second), so it would mean nothing")
 
+    @cached_property
+    def place(self) -> str:
+        """Where they come from, as an error says it: a file, or just "costs"."""
+        return "costs"
+
     @property
     def seconds(self) -> float | None:
         """Seconds in one time unit, or None where no unit is given."""
@@ -213,7 +226,7 @@ class Costs(_Model):
         if len(given) % stages == 0:
             return given.reshape(stages, -1).sum(axis=1)
         raise InputError(
-            f"costs: {key} has {len(given)} values and the schedule has {stages} stages; "
+            f"{self.place}: {key} has {len(given)} values and the schedule has {stages} stages; "
             f"give one number, {stages} numbers, or a number that divides {stages} or is a multiple of it"
         )
 
@@ -229,8 +242,8 @@ class Costs(_Model):
         for at, link in enumerate(self.links):
             if max(link.source, link.target) >= ranks:
                 raise InputError(
-                    f"costs: links.{at}: from {link.source} to {link.target}; the schedule has ranks 0 to {ranks - 1}: "
-                    "take the link out, or use more ranks"
+                    f"{self.place}: links.{at}: from {link.source} to {link.target}; the schedule has ranks 0 to "
+                    f"{ranks - 1}: take the link out, or use more ranks"
                 )
             here = (source == link.source) & (target == link.target)
             if link.latency is not None:
@@ -244,7 +257,7 @@ class Costs(_Model):
         factors = np.ones(ranks)
         for rank, factor in self.stragglers.items():
             if rank >= ranks:
-                raise InputError(f"costs: stragglers.{rank}: the schedule has ranks 0 to {ranks - 1}")
+                raise InputError(f"{self.place}: stragglers.{rank}: the schedule has ranks 0 to {ranks - 1}")
             factors[rank] = factor
         return factors
 
@@ -261,9 +274,11 @@ def costs_from(data: dict[str, Any], place: str = "costs", **override: Any) -> C
     if "overlap_time" in given:
         merged.pop("overlap_fraction", None)
     try:
-        return Costs(**merged)
+        costs = Costs(**merged)
     except InputError as error:
         raise InputError(f"{place}{str(error).removeprefix('costs')}") from None
+    vars(costs)["place"] = place  # as a cached property keeps it: no key of a file, and no part of equality
+    return costs
 
 
 def _explain(error: ValidationError, key: str = "", model: type[_Model] | None = None) -> str:

@@ -17,7 +17,7 @@ def read_text(path: Path, wanted: str) -> str:
     """The UTF-8 text of a regular file. Raises InputError saying why it cannot be read, or that `wanted` is needed."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise InputError(f"{path}: is not a regular file; {wanted} is needed")
+            raise InputError(f"{path}: is not a regular file; {wanted} is needed (keep in one what a pipe gives)")
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None

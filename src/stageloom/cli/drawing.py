@@ -90,13 +90,14 @@ def times(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def print_timeline(timeline: Timeline, out: Console) -> None:
-    """The timeline in the terminal, as wide as it is, below a line that names it."""
+def print_timeline(timeline: Timeline, out: Console, draws: str = "-o FILE.svg") -> None:
+    """The timeline in the terminal, as wide as it is, below a line that names it. `draws`: the option that draws it."""
     schedule = timeline.schedule
     sizes = f"{many(schedule.ranks, 'rank')}, {many(schedule.microbatches, 'micro-batch')}"
     out.print(Text(schedule.name, style="bold").append(f": {sizes}", style="not bold"))
     coloured = out.color_system is not None and not out.no_color
-    out.print(text.timeline(timeline, max(out.width, text.NARROWEST), colour=coloured), soft_wrap=True)
+    drawn = text.timeline(timeline, max(out.width, text.NARROWEST), colour=coloured, draws=draws)
+    out.print(drawn, soft_wrap=True)
 
 
 def make_folder(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -35,8 +37,31 @@ def check_place(flag: str, file: Path) -> None:
         raise InputError(f"{flag} {file}: there is no folder {file.parent}; create it or give another path")
 
 
+def check_folder(flag: str, folder: Path) -> None:
+    """Raise InputError where nothing can be written in a folder, or where it cannot be made, before the run."""
+    try:
+        there = folder.exists()
+        if there and not folder.is_dir():
+            raise InputError(f"{flag} {folder}: is a file; give a folder")
+        above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise InputError(f"{flag} {folder}: cannot be written: {error.strerror}") from None
+    if not above.is_dir():
+        raise InputError(f"{flag} {folder}: cannot be made: {above} is a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        where = "it" if there else above
+        raise InputError(f"{flag} {folder}: {where} may not be written to by this user; give another folder")
+
+
 def emulated(
-    schedule: Schedule, costs: Costs, scale: float | None, svg: Path | None, timeout: float, *, as_json: bool
+    context: typer.Context,
+    schedule: Schedule,
+    costs: Costs,
+    scale: float | None,
+    svg: Path | None,
+    timeout: float,
+    *,
+    as_json: bool,
 ) -> None:
     """Run with waits in place of computing, and show what was measured beside the prediction."""
     from stageloom.execute.emulate import default_scale, emulate, require_emulated
@@ -50,7 +75,7 @@ def emulated(
     patience = timeout
     if timeout > 0:  # a rank gives no sign while an op or a message takes its time
         patience += 2 * scale * (float(durations(schedule, costs).max()) + float(message_times(schedule, costs).max()))
-    spans = start(emulate, schedule, schedule, costs, scale, timeout=patience)
+    spans = start(context, emulate, schedule, schedule, costs, scale, timeout=patience)
     if spans is None:
         return
     measured = timeline_of(schedule, spans, costs, unit_seconds=scale)
@@ -96,7 +121,7 @@ def print_measured(
     ]
     print_columns([*columns, *more], out)
     for timeline in _named(measured, predicted):
-        print_timeline(timeline, out)
+        print_timeline(timeline, out, "--svg FILE" if svg is None else "")
     if svg is not None:
         out.print(f"wrote {svg}", soft_wrap=True)
 

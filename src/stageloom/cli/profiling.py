@@ -6,7 +6,7 @@ import json
 import time as clock
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import yaml
@@ -37,6 +37,9 @@ from stageloom.schedule import Schedule
 
 if TYPE_CHECKING:
     from stageloom.execute.profile import Profile
+
+ENDINGS: Final = (".yaml", ".yml", ".json")
+WIDE: Final = 0.3  # a spread of times, as a part of their median, from which on they say little
 
 Model = Annotated[
     Path | None,
@@ -73,6 +76,8 @@ def profile(
     if repeats < 1:
         raise InputError(f"--repeats {repeats}: at least 1 is needed")
     if out is not None:
+        if out.suffix not in ENDINGS:
+            raise InputError(f"-o {out}: costs are written as YAML or JSON; give a name that ends in .yaml or .json")
         check_place("-o", out)
     work = work_of(value, layers, width, context, size, seed, device)
     from stageloom.execute.emulate import cores
@@ -84,7 +89,7 @@ def profile(
             raise InputError(f"--{flag} is of run's model, and --model gives another; drop one of them")
     decoder = None if model is None else read_decoder(model, value, context)
     began = clock.perf_counter()
-    profiles = start(measure, value, work, decoder, repeats, True, timeout=timeout)
+    profiles = start(context_, measure, value, work, decoder, repeats, True, timeout=timeout)
     if profiles is None:
         return
     found = profiles[0]
@@ -92,7 +97,13 @@ def profile(
         write_whole(out, written(found.costs, out, _made_by(value, work.size, context)))
     if as_json:
         print_json(
-            {"costs": _data(found.costs), "modes": found.modes, "spread": found.spread, "samples": found.samples}
+            {
+                "costs": _data(found.costs),
+                "modes": found.modes,
+                "spread": found.spread,
+                "samples": found.samples,
+                "warnings": warnings(value, found),
+            }
         )
         return
     screen = console()
@@ -140,7 +151,24 @@ def _print(schedule: Schedule, found: Profile, say: Any) -> None:
             f"message: {size(costs.message_bytes)} a micro-batch, latency {time(costs.latency)} ms, "
             f"{size(costs.bandwidth)}/s"
         )
-    say(f"an op's start: {time(costs.overhead)} ms; W frees {100 * costs.w_share:.0f} % of what F keeps")
+    more = ": B allocates more than it frees" if costs.w_share > 1 else ""
+    say(f"an op's start: {time(costs.overhead)} ms; W frees {100 * costs.w_share:.0f} % of what F keeps{more}")
+    for warning in warnings(schedule, found):
+        say(warning, soft_wrap=True)
+
+
+def warnings(schedule: Schedule, found: Profile) -> list[str]:
+    """What in measured times shows that the machine did other things as well."""
+    told: list[str] = []
+    wide = [(part, key, stage) for key, parts in found.spread.items() for stage, part in enumerate(parts)]
+    part, key, stage = max(wide, default=(0.0, "", 0))
+    if part > WIDE:
+        told.append(f"{key} of stage {stage} varied by +-{100 * part:.0f} %")
+    whole, split = (found.costs.pieces(key, schedule.stages, schedule.ranks) for key in ("BW", "B"))
+    quicker = [stage for stage in range(schedule.stages) if whole[stage] < 0.9 * split[stage]]
+    if quicker:
+        told.append(f"BW of stage {quicker[0]} took less time than B, which is a part of it")
+    return [f"warning: {what}: the machine was busy; repeat, or raise --repeats" for what in told]
 
 
 def _data(costs: Costs) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.text import Text
@@ -31,7 +30,7 @@ from stageloom.cli.app import (
     read_costs,
 )
 from stageloom.cli.columns import Column, print_columns
-from stageloom.cli.measured import check_place, draw, emulated, print_measured
+from stageloom.cli.measured import check_folder, check_place, emulated
 from stageloom.cli.starting import (
     Context,
     Device,
@@ -46,14 +45,12 @@ from stageloom.cli.starting import (
     start,
     work_of,
 )
-from stageloom.cli.words import console, many, print_json, share, time
+from stageloom.cli.trained import report, show, tell_of_interrupt
+from stageloom.cli.words import console, many, print_json
 from stageloom.errors import InputError
-from stageloom.op import KIND_NAMES
-from stageloom.schedule import Schedule
-from stageloom.simulate import simulate
 
 if TYPE_CHECKING:
-    from stageloom.execute.training import Trained
+    pass
 
 
 class Precision(StrEnum):
@@ -68,6 +65,7 @@ class Backend(StrEnum):
 
 @app.command()
 def verify(
+    context_: typer.Context,
     schedule: Source,
     ranks: OptionalRanks = None,
     microbatches: OptionalMicrobatches = None,
@@ -99,11 +97,11 @@ def verify(
         if device is Device.cuda:
             raise InputError("--backend torch is a cross-check in main memory; drop --device cuda")
     began = clock.perf_counter()
-    verdicts = start(task, value, work, timeout=timeout)
+    verdicts = start(context_, task, value, work, timeout=timeout)
     if verdicts is None:
         return 0
     limit = 1e-9 if precision is Precision.float64 else 1e-3
-    equal = all(max(v.loss_error, v.gradient_error) <= limit for v in verdicts)
+    equal = all(v.loss_error <= limit and v.gradient_error <= limit for v in verdicts)
     if as_json:
         print_json({"equal": equal, "limit": limit, "ranks": [asdict(verdict) for verdict in verdicts]})
         return 0 if equal else 1
@@ -115,7 +113,7 @@ def verify(
         Column("worst\ngradient", [f"{v.gradient_error:.1e}" for v in verdicts]),
         Column("parameters", [f"{v.parameters:,}" for v in verdicts]),
         Column("B/W split", [", ".join(sorted(set(v.modes.values()))) for v in verdicts], left=True),
-        Column("at", [v.worst for v in verdicts], left=True, spare=1),
+        Column("at", [v.worst or "-" for v in verdicts], left=True, spare=1),
     ]
     print_columns(columns, out)
     sizes = f"{many(value.ranks, 'process')}, {many(value.microbatches, 'micro-batch')}, {precision.value}"
@@ -186,13 +184,13 @@ def run(
         check_place("--svg", svg)
     if emulation:
         given = read_costs(costs, f=f, b=b, w=w, latency=latency, overlap=overlap, w_share=None, unit=unit, tokens=None)
-        emulated(value, given, scale, svg, timeout, as_json=as_json)
+        emulated(context_, value, given, scale, svg, timeout, as_json=as_json)
         return
     for flag, amount in (("steps", steps), ("every", every)):
         if amount < 1:
             raise InputError(f"--{flag} {amount}: at least 1 is needed")
-    if not rate > 0:
-        raise InputError(f"--rate {rate:g}: a number above 0 is needed")
+    if not 0 < rate < float("inf"):
+        raise InputError(f"--rate {rate:g}: a finite number above 0 is needed")
     if resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FOLDER, to go on from")
     if checkpoint is not None and not value.synchronous:
@@ -201,59 +199,26 @@ def run(
     from stageloom.execute.checkpoint import refuse_another_run
     from stageloom.execute.training import train
 
+    if checkpoint is not None:
+        check_folder("--checkpoint", checkpoint)
     if checkpoint is not None and not resume:
         refuse_another_run(checkpoint)
     folder = None if checkpoint is None else str(checkpoint)
-    trained = start(train, value, work, folder, every, resume, not as_json, timeout=timeout)
+    try:
+        trained = start(context_, train, value, work, folder, every, resume, not as_json, timeout=timeout)
+    except KeyboardInterrupt:
+        tell_of_interrupt(checkpoint)
+        raise
     if trained is None:
         return
     if not trained[0].losses and not as_json:
         console().print(f"nothing left to do: the checkpoint is of step {steps} or later")
-    elif trained[0].losses:
-        _show(value, trained, svg, as_json=as_json)
+    makespan = show(value, trained, svg, as_json=as_json) if trained[0].losses else None
     if as_json:
-        print_json([_report(rank) for rank in trained])
-
-
-def _show(schedule: Schedule, trained: Sequence[Trained], svg: Path | None, *, as_json: bool) -> None:
-    """Losses, and the last step beside what the simulator makes of the mean times of its ops."""
-    from stageloom.execute.measure import measured_costs, timeline_of
-    from stageloom.execute.stragglers import straggler
-
-    spans = [rank.spans for rank in trained]
-    found = measured_costs(schedule, spans)
-    measured, predicted = timeline_of(schedule, spans, found), simulate(schedule, found)
-    if svg is not None:
-        draw(measured, predicted, svg)
-    if as_json:
-        return
-    first, out = trained[0], console()
-    later = first.seconds[1:] or first.seconds
-    out.print(
-        f"loss {first.losses[0]:.4f} -> {first.losses[-1]:.4f}; {time(sum(later) / len(later) * 1e3)} ms a step "
-        f"after the first"
-    )
-    loads = [rank.load for rank in trained if rank.load is not None]
-    shares = [*(share(load.busy) for load in loads), share(sum(load.busy for load in loads) / len(loads))]
-    more = [Column("of whole\nsteps", shares)]
-    for kind, name in enumerate(KIND_NAMES):
-        each = [load.each(kind) for load in loads]
-        if any(seconds is not None for seconds in each):
-            cells = ["-" if seconds is None else time(1e3 * seconds) for seconds in each]
-            more.append(Column(f"ms\nof {name}", [*cells, ""], spare=1))
-    print_measured(measured, predicted, "the last step; predicted from the mean times of its ops", svg, out, more)
-    slow = straggler(loads)
-    if slow is not None:
-        out.print(f"slowest: {slow}", soft_wrap=True)
-
-
-def _report(rank: Trained) -> dict[str, Any]:
-    """A rank's results as JSON; seconds of its ops by kind."""
-    data = {key: part for key, part in asdict(rank).items() if key not in ("spans", "load")}
-    if rank.load is None:
-        return data
-    each = {name: rank.load.each(kind) for kind, name in enumerate(KIND_NAMES)}
-    return data | {"op_seconds": {name: seconds for name, seconds in each.items() if seconds is not None}}
+        first = trained[0]
+        losses = {first.began + at + 1: loss for at, loss in enumerate(first.losses)}
+        ranks_ = [report(rank) for rank in trained]
+        print_json({"schedule": value.name, "makespan_seconds": makespan, "losses": losses, "ranks": ranks_})
 
 
 MODEL_FLAGS: Final = (
@@ -277,6 +242,8 @@ def _check_flags(context: typer.Context, emulation: bool) -> None:
     for flag in MODEL_FLAGS if emulation else EMULATION_FLAGS:
         source = context.get_parameter_source(flag)
         if source is not None and source.name == "COMMANDLINE":
+            if emulation and flag == "steps":
+                raise InputError("--steps: an emulation runs one step, as every step takes the same; drop --steps")
             if emulation:
                 raise InputError(f"--{flag} is of a model, and with --emulate none is run; drop one of them")
             raise InputError(f"--{flag} is for emulation: a real run takes the time it takes; add --emulate or drop it")

@@ -14,8 +14,8 @@ class Failure(StageloomError):
 
     rank    the rank that failed first; None if it was none of them
     where   the op it had in hand, as the task named it with `doing`; "" if it named none
-    cause   "ValueError: ...", "died (signal 9)" or "gave no sign for 30 s"
-    kind    which of these three
+    cause   "ValueError: ...", "died (signal 9)", "gave no sign for 30 s", or a text that says all by itself
+    kind    which of these four
     detail  the line at which a silent rank is
     """
 
@@ -24,7 +24,7 @@ class Failure(StageloomError):
         rank: int | None,
         where: str,
         cause: str,
-        kind: Literal["raised", "died", "silent"] = "raised",
+        kind: Literal["raised", "died", "silent", "told"] = "raised",
         detail: str = "",
     ) -> None:
         super().__init__(rank, where, cause, kind, detail)  # all of them, so that it can be pickled
@@ -35,6 +35,8 @@ class Failure(StageloomError):
         self.detail = detail
 
     def __str__(self) -> str:
+        if self.kind == "told":
+            return self.cause
         who = "the run" if self.rank is None else f"rank {self.rank}"
         at = f" at {self.where}" if self.where else ""
         if self.kind == "raised":
@@ -64,7 +66,7 @@ def first(heard: list[tuple[int, Raised | Died]]) -> Failure:
     rank, report = min(heard, key=order)
     if isinstance(report, Died):
         return Failure(rank, report.where, _death(report.code), "died")
-    failure = Failure(rank, report.where, report.cause)
+    failure = Failure(rank, report.where, report.cause, "told" if report.says_all else "raised")
     failure.add_note(f"On rank {rank}:\n{report.trace}")
     return failure
 

@@ -108,6 +108,7 @@ class Raised:
     cause: str
     second_hand: bool
     trace: str
+    says_all: bool = False  # which rank failed and at what is in the cause already
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,9 @@ def report_of(error: BaseException) -> Raised:
     assert _slot is not None
     _, where = last_sign(_slot)
     trace = "".join(traceback.format_exception(error))
-    return Raised(now, where, one_line(error), _is_second_hand(error), trace)
+    says_all = isinstance(error, RankError)
+    cause = " ".join(str(error).split())[:500] if says_all else one_line(error)
+    return Raised(now, where, cause, _is_second_hand(error), trace, says_all)
 
 
 def one_line(error: BaseException) -> str:

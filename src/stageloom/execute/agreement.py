@@ -43,18 +43,23 @@ class Part:
         ]
 
 
-def agree(grid: Grid, schedule: Schedule, *options: object) -> None:
+def agree(grid: Grid, schedule: Schedule, **options: object) -> None:
     """Refuse, on every rank, ranks that were given different schedules or options: they would wait for ever."""
-    said = hashlib.sha256(repr((schedule.name, schedule.placement, schedule.microbatches, options, grid.said)).encode())
-    for column in (schedule.offsets, schedule.kind, schedule.stage, schedule.microbatch, schedule.slice):
-        said.update(column.tobytes())
-    mine = torch.frombuffer(bytearray(said.digest()[:8]), dtype=torch.int64).to(control_device(grid.whole))
+    columns = (schedule.offsets, schedule.kind, schedule.stage, schedule.microbatch, schedule.slice)
+    order = repr((schedule.name, schedule.placement, schedule.microbatches)).encode() + b"".join(
+        column.tobytes() for column in columns
+    )
+    said = {"schedule": order, "mesh": repr(grid.said).encode()}
+    said |= {name: repr(value).encode() for name, value in options.items()}
+    digests = [hashlib.sha256(each).digest()[:8] for each in said.values()]
+    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64).to(control_device(grid.whole))
     all_said = [torch.empty_like(mine) for _ in range(dist.get_world_size(grid.whole))]
     dist.all_gather(all_said, mine, group=grid.whole)
-    others = [rank for rank, theirs in enumerate(all_said) if not torch.equal(theirs, all_said[0])]
-    if others:
-        what = "schedule, tied, dynamic or static" if grid.mesh is None else "schedule, tied, dynamic, static or mesh"
-        raise InputError(f"ranks {others} were given another {what} than rank 0")
+    apart = torch.stack([theirs != all_said[0] for theirs in all_said]).cpu()
+    if bool(apart.any()):
+        others = apart.any(1).nonzero().flatten().tolist()
+        names = [name for name, differs in zip(said, apart.any(0).tolist(), strict=True) if differs]
+        raise InputError(f"ranks {others} were given another {', '.join(names)} than rank 0")
 
 
 def agree_on_parts(grid: Grid, parts: list[Part]) -> None:

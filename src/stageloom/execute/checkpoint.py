@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,13 +31,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stageloom.errors import InputError, RankError, StageloomError
+from stageloom.errors import InputError, RankError
+from stageloom.execute.checkpoint_files import (
+    Reader,
+    Writer,
+    read_metadata,
+    read_settings,
+    require_file,
+    require_fit,
+    require_whole,
+    told,
+    write_settings,
+)
 from stageloom.execute.pipeline import Pipeline
-from stageloom.execute.workers import one_line
 
 T = TypeVar("T")
 
@@ -72,24 +81,34 @@ class Checkpoint:
     def __init__(self, folder: str, group: dist.ProcessGroup) -> None:
         self.folder = Path(folder)
         self.group = group
+        self.settings: dict[str, float] = {}  # on the first rank: those that the loaded checkpoint was saved with
         self.rank = dist.get_rank(group)
 
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint, or None."""
         return newest(self.folder)
 
-    def save(self, step: int, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
-        """Write the checkpoint of a step; the ones before it go when it is whole."""
+    def save(
+        self,
+        step: int,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write the checkpoint of a step; the ones before it go when it is whole. `settings` of the run are kept with
+        it, for the one that loads it to compare."""
         what = f"the checkpoint of step {step} cannot be written"
         partial = self.folder / f".step-{step:08d}.partial"
         self._together(what, lambda: self._on_first(lambda: self._clear(make=True)))
         state = self._together(what, lambda: _state(pipeline, optimizer))
         try:
-            save(state, storage_writer=_Writer(str(partial)), process_group=self.group)
+            save(state, storage_writer=Writer(str(partial)), process_group=self.group)
         except CheckpointException as error:
             failure = self._failure(what, error)
             self._on_first(lambda: shutil.rmtree(partial, ignore_errors=True))  # a full disk needs the space
             raise failure from None
+        if settings is not None:
+            self._together(what, lambda: self._on_first(lambda: write_settings(partial, settings)))
         self._together(what, lambda: self._on_first(lambda: self._publish(step, partial)))
 
     def load(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> int:
@@ -100,13 +119,17 @@ class Checkpoint:
         if step is None:
             return 0
         path = self.folder / f"step-{step:08d}"
-        what = f"{path}: is damaged, or of another model"
-        self._together(what, lambda: self._on_first(lambda: _require_file(path / ".metadata")))
+        what = f"{path}: is damaged"
+        self._together(what, lambda: self._on_first(lambda: require_file(path / ".metadata")))
+        saved = self._together(what, lambda: read_metadata(path))
         if optimizer is not None:
             _materialise(optimizer)
         state = self._together(what, lambda: _state(pipeline, optimizer))
+        self._together(f"{path}: is of another model", lambda: require_fit(state, saved))
+        self._together(what, lambda: self._on_first(lambda: self.settings.update(read_settings(path))))
+        self._together(what, lambda: require_whole(path, saved, state))
         try:
-            load(state, checkpoint_id=str(path), process_group=self.group)
+            load(state, storage_reader=Reader(str(path)), process_group=self.group)
         except CheckpointException as error:
             raise self._failure(what, error) from None
         return step
@@ -152,7 +175,7 @@ class Checkpoint:
         try:
             value = act()
         except Exception as error:
-            problem = one_line(_innermost(error))
+            problem = told(error)
         problems: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(problems, problem, group=self.group)
         failed = {rank: each for rank, each in enumerate(problems) if each is not None}
@@ -162,49 +185,12 @@ class Checkpoint:
 
     def _failure(self, what: str, error: CheckpointException) -> RankError:
         """The failure that torch tells all ranks of; those on the way to it are left out."""
-        return self._error(what, {rank: _told(cause) for rank, (cause, _) in error.failures.items()})
+        return self._error(what, {rank: told(cause) for rank, (cause, _) in error.failures.items()})
 
     def _error(self, what: str, failed: dict[int, str]) -> RankError:
         rank = self.rank if self.rank in failed else min(failed)
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return RankError(f"{what}: rank {rank}{more}: {failed[rank]}", rank, rank == self.rank)
-
-
-class _Writer(FileSystemWriter):
-    """torch's writer; where it fails, it says what failed at the bottom, not at each of the layers above."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        return _saying_why(super().write_data, *args, **kwargs)
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        _saying_why(super().finish, *args, **kwargs)
-
-
-class _Cause(StageloomError):
-    """The innermost cause of a failed write, as text: on its way to other ranks an error loses what it came from."""
-
-
-def _saying_why(act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    try:
-        return act(*args, **kwargs)
-    except Exception as error:
-        raise _Cause(one_line(_innermost(error))) from None
-
-
-def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, _Cause) else one_line(_innermost(error))
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The first of a chain of errors; if the system refused something, that."""
-    chain = [error]
-    while not isinstance(chain[-1], StageloomError):  # those are meant for the user as they are
-        last = chain[-1]
-        below = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if below is None or below in chain:
-            break
-        chain.append(below)
-    return next((each for each in reversed(chain) if isinstance(each, OSError)), chain[-1])
 
 
 def _delete(path: Path) -> None:
@@ -213,10 +199,6 @@ def _delete(path: Path) -> None:
         if not path.name.startswith("."):
             path = path.rename(path.with_name(f".{path.name}.gone"))
         shutil.rmtree(path)
-
-
-def _require_file(path: Path) -> None:
-    path.open("rb").close()
 
 
 def _to_disk(folder: Path) -> None:

@@ -88,7 +88,10 @@ def require_emulated(costs: Costs) -> None:
     """Raise InputError for costs whose messages hold up one another or their sender, which messages here do not."""
     for name in ("occupancy", "blocking"):
         if getattr(costs, name):
-            raise InputError(f"costs: {name} cannot be emulated: messages between local processes do not queue")
+            raise InputError(
+                f"{costs.place}: {name} cannot be emulated: messages between local processes do not queue; drop the "
+                f"key {name} for an emulated run"
+            )
 
 
 def default_scale(schedule: Schedule, costs: Costs) -> float:

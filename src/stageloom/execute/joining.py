@@ -10,17 +10,24 @@ LOCAL_WORLD_SIZE on its node. A failure is told by the first rank, in one messag
 # (torch.distributed leaks unknown types, and re-exports its stores without saying so)
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from stageloom.errors import InputError
+import numpy as np
+
+from stageloom.errors import InputError, RankError
+
+if TYPE_CHECKING:
+    from stageloom.execute._worker import Seat
 
 T = TypeVar("T")
 
@@ -48,7 +55,12 @@ def invitation(environment: Mapping[str, str] = os.environ) -> Invitation | None
             raise InputError(f"RANK and WORLD_SIZE are set, but not {name}: start with torchrun, or unset RANK")
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     local_rank = _number(environment, "LOCAL_RANK", rank)
-    return Invitation(rank, size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", size))
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
+    for name, number, of in (("RANK", rank, "WORLD_SIZE"), ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE")):
+        count = size if of == "WORLD_SIZE" else local_size
+        if number >= count:  # nobody else would come, and the others would be waited for
+            raise InputError(f"{name} is {number} and {of} {count}: ranks go from 0 to {of} - 1; or unset RANK")
+    return Invitation(rank, size, local_rank, local_size)
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int = 0) -> int:
@@ -58,11 +70,18 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int = 0) -> in
     return int(text)
 
 
-def join(invited: Invitation, task: Callable[..., T], *args: object, timeout: float) -> list[T] | None:
+def join(
+    invited: Invitation,
+    task: Callable[..., T],
+    *args: object,
+    timeout: float,
+    flags: Mapping[str, object] | None = None,
+) -> list[T] | None:
     """Run task(seat, *args) as this rank: what all ranks returned, on the first one; None on the others.
 
-    All processes call it with the same arguments. `timeout`: seconds a rank may go without a sign, as in
-    `workers.Pool`. A failure ends this process with exit status 2; the first rank writes the message.
+    All processes call it with the same arguments, and with the same `flags` (what a command line has made them of, by
+    name): a rank with others ends the run on all, before the task. `timeout`: seconds a rank may go without a sign, as
+    in `workers.Pool`. A failure ends this process with exit status 2; the first rank writes the message.
     """
     if not timeout > 0:
         raise InputError(f"the timeout must be above 0 seconds, not {timeout}")
@@ -88,6 +107,8 @@ def join(invited: Invitation, task: Callable[..., T], *args: object, timeout: fl
         group = dist.group.WORLD
         assert group is not None
         seat = Seat(rank, size, group, dist.PrefixStore("task", store), (invited.local_rank, invited.local_size))
+        doing("comparing what the ranks were given")
+        _agree(seat, told(task, args, flags or {}))
         doing("")
         value = task(seat, *args)
         doing("returning the result")
@@ -102,6 +123,51 @@ def join(invited: Invitation, task: Callable[..., T], *args: object, timeout: fl
     dist.barrier(group)  # no watcher reads any more from a store that may go with its rank
     dist.destroy_process_group()
     return values
+
+
+def told(task: Callable[..., object], args: tuple[object, ...], flags: Mapping[str, object]) -> dict[str, str]:
+    """All that a rank was given, as text by name: flags first, then arguments of the task and what these hold."""
+    found = {name: _text(value) for name, value in flags.items()}
+    names = list(inspect.signature(task).parameters)[1:]
+    for at, value in enumerate(args):
+        _tell(names[at] if at < len(names) else f"argument {at + 1}", value, found)
+    return found
+
+
+def _tell(name: str, value: Any, found: dict[str, str]) -> None:
+    if is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            _tell(f"{name}.{each.name}", getattr(value, each.name), found)
+    elif isinstance(value, np.ndarray):
+        found[name] = f"an array ({hashlib.sha256(value.tobytes()).hexdigest()[:8]})"
+    else:
+        found[name] = _text(value)
+
+
+def _text(value: object) -> str:
+    """A value on one line; of a long one both its ends, and a digest that tells it apart."""
+    text = " ".join(str(value).split())
+    if len(text) <= 120:
+        return text
+    return f"{text[:40]}...{text[-40:]} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _agree(seat: Seat, mine: dict[str, str]) -> None:
+    """Raise RankError, on all ranks, where one was given something else than the first."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * seat.size
+    dist.all_gather_object(everyone, mine, group=seat.group)
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        first = everyone[0].get(name, "nothing")
+        other = next((rank for rank in range(seat.size) if everyone[rank].get(name, "nothing") != first), None)
+        if other is not None:
+            raise RankError(
+                f"{name} is {everyone[other].get(name, 'nothing')} on rank {other} and {first} on rank 0; start all "
+                "ranks with the same arguments and files",
+                other,
+                seat.rank == other,
+            )
 
 
 def leave_the_word(environment: Mapping[str, str] = os.environ) -> None:

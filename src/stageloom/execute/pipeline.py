@@ -17,13 +17,19 @@ from stageloom.errors import InputError
 from stageloom.execute.agreement import agree
 from stageloom.execute.arguments import (
     Make,
+    Options,
     Split,
     Stages,
+    check_kwargs,
+    check_norm,
     check_options,
+    check_step,
     optimizer_of,
     own_stages,
+    refuse_marked_ties,
     refuse_walking_twice,
     require_sound,
+    said,
 )
 from stageloom.execute.buffers import Buffers
 from stageloom.execute.devices import control_device, device_of, net_of
@@ -38,6 +44,7 @@ from stageloom.execute.split import Report, prepare
 from stageloom.execute.stage import StageRunner
 from stageloom.execute.state import names_of
 from stageloom.execute.tasks import Task, forward_only, tasks_of
+from stageloom.execute.ties import marked
 from stageloom.execute.tree import join
 from stageloom.execute.versions import Versions
 from stageloom.lower import Code, lower
@@ -66,8 +73,9 @@ class Pipeline:
     recompute
         Stages whose forward is run again in B (or BW) instead of keeping activations.
     tied
-        Groups of (stage, name) that are one parameter in the whole model (`partition.tied` gives them), the same on all
-        ranks: they start equal, and each step gives every member the sum of the group's gradients.
+        Groups of (stage, name) that are one parameter in the whole model, the same on all ranks: they start equal, and
+        each step gives every member the sum of the group's gradients. Unless given, those that `partition.split` found
+        in the model; () for none.
     dynamic
         For stages whose outputs change in shape, or in what is no tensor, while the inputs' shapes stay.
     static
@@ -98,7 +106,7 @@ class Pipeline:
         mesh: Mesh | DeviceMesh | None = None,
         split: Split | Mapping[int, Split] = "auto",
         recompute: Sequence[int] = (),
-        tied: Tied = (),
+        tied: Tied | None = None,
         dynamic: bool = False,
         static: bool = False,
         optimizer: Make | None = None,
@@ -109,6 +117,10 @@ class Pipeline:
         on_task: Callable[[str], None] | None = None,
     ) -> None:
         require_sound(schedule)
+        given = Options(
+            loss, group, split, recompute, tied, dynamic, static, optimizer, window, edge_groups, check_finite, on_task
+        )
+        check_options(schedule, given)
         self.schedule = schedule
         self.grid = grid_of(mesh, group, schedule)
         self.group = self.grid.pipeline
@@ -116,11 +128,12 @@ class Pipeline:
         self.modules = own_stages(schedule, self.rank, stages)
         self.optimizer = optimizer
         self.dynamic, self.static = dynamic, static
-        check_options(schedule, loss, split, recompute, tied, dynamic, static, window, optimizer)
         self.device = device_of(self.modules, device, self.group)
-        agree(
-            self.grid, schedule, [[tuple(member) for member in group] for group in tied], dynamic, static, edge_groups
-        )
+        if tied is None:
+            tied = marked(self.modules, self.group)
+            refuse_marked_ties(schedule, tied)
+        members = [[tuple(member) for member in group] for group in tied]
+        agree(self.grid, schedule, tied=members, dynamic=dynamic, static=static, edge_groups=edge_groups)
         self.sharded = Sharded(self.modules, self.grid, self.rank)
         program = lower(schedule, data_parallel=bool(self.grid.data), sharded=self.sharded.stages)
         self.tasks = tasks_of(program, self.rank)
@@ -196,13 +209,13 @@ class Pipeline:
         inputs: the mini-batch, cut along its first dimension in micro-batches, or a list of micro-batches (which may
         differ in shape); wanted on ranks with a first stage, ignored elsewhere. targets: the same, for the last stage.
         With a mesh they are this pipeline's own part of the global batch: each one has as many micro-batches.
-        kwargs go to every stage as they are. scale multiplies the loss before its backward (for a GradScaler). With
-        `seed`, random numbers (dropout) depend on seed, stage and micro-batch (of the global batch) alone.
+        kwargs go to every stage as they are. scale multiplies the loss before its backward (for a GradScaler, see
+        docs/running.md). With `seed`, random numbers (dropout) depend on seed, stage and micro-batch (of the global
+        batch) alone. Raises InputError for what does not fit, and for a loss that leads back to nothing trained.
         """
+        scale = check_step(self.schedule, kwargs, scale, seed)
         if targets is None and any(stage == self.schedule.stages - 1 for _, stage in self.modules):
             raise InputError("targets: this rank holds the last stage and needs them")
-        if scale != 1.0 and not self.schedule.synchronous:
-            raise InputError(f"scale: {self.schedule.name} updates under way, before gradients could be unscaled")
         before = self.grid.number * self.schedule.microbatches
         feed = fill(
             Feed(scale=scale, seed=seed, microbatches_before=before),
@@ -232,6 +245,7 @@ class Pipeline:
 
         Modules stay in training or evaluation mode, whichever they are in.
         """
+        check_kwargs(kwargs)
         feed = fill(Feed(keep_outputs=True), self.schedule, self.modules, inputs, targets, kwargs, self.device)
         for runner in self.runners.values():
             runner.begin(feed)
@@ -292,11 +306,8 @@ class Pipeline:
         As torch.nn.utils.clip_grad_norm_ on the model in one process: replicas and tied weights count once. Called on
         all ranks.
         """
-        if not self.schedule.synchronous:
-            raise InputError(f"clip_grad_norm: {self.schedule.name} updates under way and leaves no gradients")
-        if not max_norm > 0:
-            raise InputError(f"clip_grad_norm: max_norm is {max_norm}; expected a number above 0")
-        return self.shared.clip(max_norm)
+        check_norm(self.schedule, max_norm)
+        return self.shared.clip(float(max_norm))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of this rank's stages, under the unsplit model's names (see `execute.state` for other stages)."""
@@ -307,4 +318,6 @@ class Pipeline:
 
         Raises InputError, and changes nothing, for a name that no stage has, one that is missing, or another shape.
         """
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] (from a user)
+            raise InputError(f"load_state_dict: state is {said(state)}; expected tensors by name, as of state_dict()")
         self.names.load(self.modules, state)

@@ -36,6 +36,7 @@ from stageloom.schedule import Schedule
 from stageloom.schedules import find
 
 MILLI: Final = 1e3  # costs are in ms
+NEAR: Final = 0.03  # what w_share may be off from 0 or 1 by small tensors that are no activations
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def profile(
     repeats: int = 5,
     split: Split | Mapping[int, Split] = "auto",
     recompute: Sequence[int] = (),
-    tied: Tied = (),
+    tied: Tied | None = None,
     kwargs: Mapping[str, Any] | None = None,
     optimizer: Make | None = None,
     tokens: float | None = None,
@@ -248,11 +249,18 @@ def _bytes(schedule: Schedule, ranks: Sequence[Found]) -> dict[str, Any]:
     allocated = sum(size for one in ranks for size in one.bytes.get("F", {}).values())
     data: dict[str, Any] = {
         "activation_bytes": kept,
-        "w_share": min(100.0, max(0.0, given_back / allocated)) if allocated > 0 else 0.0,
+        "w_share": share_of_w(given_back, allocated),
         "parameter_bytes": by_stage("parameters"),
         "gradient_bytes": by_stage("gradients"),
     }
     return data | ({"optimizer_bytes": by_stage("optimizer")} if any("optimizer" in one.bytes for one in ranks) else {})
+
+
+def share_of_w(freed: float, kept: float) -> float:
+    """The part of what F keeps that W frees. What is nearly 0 or 1 is taken for that: taken literally, 1.002 would say
+    that every B needs more memory than it gives back, and no schedule would fit where 1F1B just does."""
+    share = min(100.0, max(0.0, freed / kept)) if kept > 0 else 0.0
+    return next((whole for whole in (0.0, 1.0) if abs(share - whole) <= NEAR), share)
 
 
 def _messages(ranks: Sequence[Found]) -> dict[str, Any]:

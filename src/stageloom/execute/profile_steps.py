@@ -35,7 +35,7 @@ class Options:
     kwargs: Mapping[str, Any] | None
     split: Split | Mapping[int, Split]
     recompute: Sequence[int]
-    tied: Tied
+    tied: Tied | None
     optimizer: Make | None
     on_task: Callable[[str], None] | None
 

@@ -6,7 +6,6 @@ of a decoder of transformers that a configuration file describes."""
 # (torch leaks unknown types, and transformers is known by names only)
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from stageloom.errors import InputError
 from stageloom.execute.device_choice import settle
 from stageloom.execute.language import bytes_of_library, language_model, next_byte_loss
-from stageloom.execute.partition import DECODERS, split, tied
+from stageloom.execute.partition import DECODERS, split
 from stageloom.execute.profile import Profile, profile
 from stageloom.execute.progress import Line
 from stageloom.execute.training import Work, data_of, optimizer_of, stages_of
@@ -76,10 +75,10 @@ def measure(seat: Seat, work: Work, decoder: Decoder | None, repeats: int, show:
     device, group = settle(seat, work.device)
     if decoder is None:
         model = language_model(work.config, work.seed, getattr(torch, work.dtype))
-        stages, ties = stages_of(work, seat.rank, model), []
+        stages = stages_of(work, seat.rank, model)
         inputs, targets = data_of(work, bytes_of_library(work.data_bytes), 0)
     else:
-        stages, ties, vocabulary = _stages(seat, work, decoder)
+        stages, vocabulary = _stages(seat, work, decoder)
         inputs, targets = _tokens(work, vocabulary)
     line = Line(show and seat.rank == 0)
     try:
@@ -91,7 +90,6 @@ def measure(seat: Seat, work: Work, decoder: Decoder | None, repeats: int, show:
             schedule=schedule,
             group=group,
             repeats=repeats,
-            tied=ties,
             optimizer=optimizer_of(work),
             tokens=work.size * work.config.context,
             on_task=doing,
@@ -101,11 +99,8 @@ def measure(seat: Seat, work: Work, decoder: Decoder | None, repeats: int, show:
         line.end()
 
 
-Ties = Sequence[Sequence[tuple[int, str]]]
-
-
-def _stages(seat: Seat, work: Work, decoder: Decoder) -> tuple[dict[tuple[int, int], nn.Module], Ties, int]:
-    """This rank's stages, groups of tied parameters, and the size of the vocabulary.
+def _stages(seat: Seat, work: Work, decoder: Decoder) -> tuple[dict[tuple[int, int], nn.Module], int]:
+    """This rank's stages, and the size of the vocabulary.
 
     The whole model is made by one rank after the other, so that it need not fit in memory once a rank.
     """
@@ -115,7 +110,6 @@ def _stages(seat: Seat, work: Work, decoder: Decoder) -> tuple[dict[tuple[int, i
     stages = work.schedule.stages
     counts = [b - a for a, b in pairwise(stage * config.num_hidden_layers // stages for stage in range(stages + 1))]
     found: dict[tuple[int, int], nn.Module] = {}
-    ties: Ties = []
     for rank in range(seat.size):
         if rank == seat.rank:
             torch.manual_seed(work.seed)
@@ -123,10 +117,9 @@ def _stages(seat: Seat, work: Work, decoder: Decoder) -> tuple[dict[tuple[int, i
             for path, own in enumerate(work.schedule.placement.stages_of[rank]):
                 parts = split(model, counts) if own else []
                 found |= {(path, stage): parts[stage].train() for stage in own}
-                ties = tied(parts) if own else ties
             del model
         dist.barrier(seat.group)
-    return found, ties, int(config.vocab_size)
+    return found, int(config.vocab_size)
 
 
 def _tokens(work: Work, vocabulary: int) -> tuple[Tensor, Tensor]:

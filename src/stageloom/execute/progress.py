@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -9,9 +10,11 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from stageloom.errors import RankError
 from stageloom.execute.stragglers import Load, straggler
 
 FEW: Final = 8  # ranks whose utilisation is shown one by one
+READER_GONE: Final = "nobody reads standard output any more"
 NOTABLE: Final = 0.05  # more work than the others', from which on a rank is named
 
 
@@ -54,14 +57,22 @@ class Reporter:
         self.show = show
         self.line = Line(show, error=False)
 
+    def say(self, text: str) -> None:
+        """One line on standard error, before the first step."""
+        print(text, file=sys.stderr, flush=True)
+
     def step(self, number: int, loss: float, taken: float, loads: Sequence[Load]) -> None:
         """Step `number` (from 1) has ended after `taken` seconds; `loads` are those of the last steps."""
         if not self.show:
             return
         text = f"loss {loss:.4f}  {1e3 * taken:.0f} ms  {busy(loads)}"
         if self.line.progress is None:
-            sys.stdout.write(f"step {number}/{self.steps}  {text}\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(f"step {number}/{self.steps}  {text}\n")
+                sys.stdout.flush()
+            except BrokenPipeError:
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (what is left to write goes there at the end)
+                raise RankError(READER_GONE, 0, True) from None
         else:
             self.line.at(number, self.steps, text)
 

@@ -28,6 +28,7 @@ from stageloom.execute.split_rules import (
     LinearRule,
     RMSNormRule,
     Rule,
+    TransposedRule,
 )
 
 Mode = Literal["deferred", "graph", "fused"]
@@ -127,7 +128,7 @@ def _why(module: nn.Module) -> str:
 
 
 def _can_defer(layer: nn.Module) -> bool:
-    if type(layer) not in _RULES or "forward" in vars(layer):
+    if _rule_of(layer) is None or "forward" in vars(layer):
         return False
     if not _is_plain_layer(layer) and not _is_parallel_linear(layer):
         return False
@@ -161,10 +162,11 @@ def _forward(layer: nn.Module, layers: Layers, *args: Any, **kwargs: Any) -> Any
     plain: Any = type(layer).forward
     if layers.plain:
         return plain(layer, *args, **kwargs)
-    names = ("x", "sizes") if isinstance(layer, Experts) else ("input",)
+    names = ("x", "sizes") if isinstance(layer, Experts) else ("x",) if _is_transposed(layer) else ("input",)
     given = args + tuple(kwargs[name] for name in names[len(args) :] if name in kwargs)
     fits = len(given) == len(names) == len(args) + len(kwargs)
-    found = _RULES[type(layer)](layer, *given) if fits and _can_defer_now(layer, given[0]) else None
+    make = _rule_of(layer)
+    found = make(layer, *given) if make is not None and fits and _can_defer_now(layer, given[0]) else None
     if found is None:
         return plain(layer, *args, **kwargs)
     rule, x = found
@@ -201,6 +203,16 @@ def _low(x: Tensor, w: Tensor) -> Tensor | None:
 def _linear(layer: nn.Linear, x: Tensor) -> tuple[Rule, Tensor] | None:
     given = _low(x, layer.weight)
     return None if given is None else (LinearRule(), given)
+
+
+def _transposed(layer: Any, x: Tensor) -> tuple[Rule, Tensor] | None:
+    given = _low(x, layer.weight)
+    return None if given is None else (TransposedRule(), given)
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """transformers' Conv1D, the linear layer of GPT-2; known by its name, so that nothing has to import it."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
 
 
 def _experts(layer: Experts, x: Tensor, sizes: Any) -> tuple[Rule, Tensor] | None:
@@ -275,3 +287,7 @@ _RULES: dict[type[nn.Module], Callable[..., tuple[Rule, Tensor] | None]] = {
     nn.RMSNorm: _rms_norm,
     Experts: _experts,
 }
+
+
+def _rule_of(layer: nn.Module) -> Callable[..., tuple[Rule, Tensor] | None] | None:
+    return _transposed if _is_transposed(layer) else _RULES.get(type(layer))

@@ -56,6 +56,28 @@ class LinearRule:
 
 
 @dataclass(frozen=True)
+class TransposedRule:
+    """y = x w + b: a linear layer whose weight lies the other way round, as GPT-2 has it."""
+
+    keeps: ClassVar[bool] = False
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Gradients]:
+        if w.dtype is not x.dtype:
+            w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows.mm(w) if b is None else torch.addmm(b, rows, w)
+        return y.view(*x.shape[:-1], w.shape[1]), ()
+
+    def input_gradient(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients) -> Tensor:
+        return g.matmul((w if w.dtype is g.dtype else w.to(g.dtype)).t())
+
+    def weight_gradients(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients, bias: bool) -> Gradients:
+        rows = g.reshape(-1, g.shape[-1])
+        found = x.reshape(-1, x.shape[-1]).t().mm(rows), *((rows.sum(0),) if bias else ())
+        return found if g.dtype is w.dtype else tuple(t.to(w.dtype) for t in found)
+
+
+@dataclass(frozen=True)
 class ConvRule:
     """A convolution over 1, 2 or 3 dimensions, padded with zeros."""
 

@@ -212,6 +212,11 @@ class StageRunner:
                 raise InputError(
                     f"loss: gave {got}; expected a floating-point tensor with a single number and shape ()"
                 )
+            if torch.is_grad_enabled() and not loss.requires_grad and (self.parameters or not self.first):
+                raise InputError(
+                    f"loss: leads back to nothing that is trained, so no stage would learn; what stage {place.stage} "
+                    "returns, or the loss, is detached or made under no_grad"
+                )
             trees["loss"] = loss.detach()
             return [loss * (self.feed.scale / self.parts)]
         tensors, trees["structure"] = flatten(output)

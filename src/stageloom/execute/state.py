@@ -54,7 +54,14 @@ class Names:
         unknown = sorted(set(state) - self.known - ties)
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            raise InputError(f"{unknown[0]}: no stage has such a name{more}; expected names as of state_dict()")
+            why = (
+                "; two stages use one name, so that all names begin with stages.N., N the stage (`partition.split` "
+                "keeps the names of the whole model)"
+            )
+            raise InputError(
+                f"{unknown[0]}: no stage has such a name{more}; expected names as of state_dict()"
+                f"{why if self.qualified else ''}"
+            )
         for module, own in taken:
             module.load_state_dict(own)
 
@@ -66,8 +73,10 @@ class Names:
             aliases = [name, *(alias for group in _ties(module) if name in group for alias in group)]
             found = next((alias for alias in aliases if alias in state), None)
             if found is None:
-                raise InputError(f"{name}: is missing; expected all names of state_dict(), of stage {stage} here")
-            given, shape = state[found], getattr(current, "shape", None)
+                why = f", where the name stands for {own}, which another stage has too" if self.qualified else ""
+                raise InputError(f"{name}: is missing; expected all names of state_dict(), of stage {stage} here{why}")
+            given: Any = state[found]
+            shape = getattr(current, "shape", None)
             if shape is not None and getattr(given, "shape", None) != shape:
                 raise InputError(f"{name}: has shape {_shape(given)}; stage {stage} needs {tuple(shape)}")
             taken[own] = placed_as(given, current)
@@ -95,7 +104,8 @@ def names_of(group: dist.ProcessGroup, modules: Modules, tied: Tied) -> Names:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     by_stage = {stage: names for theirs in everyone for stage, names in theirs.items()}
-    one = {(stage, name): group[0] for group in tied for stage, name in group}  # members of a tie are one parameter
+    # members of a tie are one parameter
+    one = {(stage, name.replace(_COMPILED, "")): group[0] for group in tied for stage, name in group}
     owners: dict[str, set[tuple[int, str]]] = {}
     for stage, names in by_stage.items():
         for name in (name for name, counts in names if counts):

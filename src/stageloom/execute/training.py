@@ -4,10 +4,12 @@
 # (torch leaks unknown types)
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -118,7 +120,7 @@ def verify(seat: Seat, work: Work) -> Verdict:
         loss.backward()
         expected += float(loss.detach())
     reference = dict(whole.named_parameters())
-    worst, where, count = 0.0, "", 0
+    worst, where, count = 0.0, "", 0  # nowhere while all is equal to the last bit
     for module in stages.values():
         for name, parameter in module.named_parameters():
             wanted = reference[name].grad
@@ -126,10 +128,13 @@ def verify(seat: Seat, work: Work) -> Verdict:
             got = torch.zeros_like(wanted) if parameter.grad is None else parameter.grad
             error = float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
             count += parameter.numel()
-            if error >= worst:
+            if error != error:  # nan, which compares with nothing, and which JSON does not have
+                error = sys.float_info.max
+            if error > worst:
                 worst, where = error, name
     modes = {stage: report.mode for (_, stage), report in pipeline.reports.items()}
-    return Verdict(seat.rank, result.loss, abs(result.loss - expected), worst, where, count, modes)
+    off = abs(result.loss - expected)
+    return Verdict(seat.rank, result.loss, off, worst, where, count, modes)
 
 
 # ------------------------------------------------------------------------------------------------------------- train
@@ -148,6 +153,7 @@ class Trained:
     busy: float
     spans: dict[int, tuple[float, float]]
     load: Load | None = None
+    began: int = 0  # the step after which it went on
 
 
 def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bool, report: bool) -> Trained:
@@ -170,13 +176,18 @@ def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bo
     kept = None if checkpoint is None else Checkpoint(checkpoint, seat.group)
     if kept is not None and not resume:
         refuse_another_run(kept.folder)
-    began = kept.load(pipeline, optimizer) if kept is not None and resume else 0
+    settings = {"seed": work.seed, "size": work.size, "rate": work.rate}
+    reporter = Reporter(work.steps, show=report and seat.rank == 0)
+    began = 0
+    if kept is not None and resume:
+        began, before = kept.load(pipeline, optimizer), kept.settings
+        if seat.rank == 0:
+            reporter.say(_from_where(kept.folder, began, before, settings))
     ahead = offset(seat.group)
     loads = Loads(seat.group, schedule)
     losses: list[float] = []
     seconds: list[float] = []
     spans: dict[int, tuple[float, float]] = {}
-    reporter = Reporter(work.steps, show=report and seat.rank == 0)
     try:
         for step in range(began, work.steps):
             inputs, targets = (part.to(device) for part in data_of(work, data, step))
@@ -196,9 +207,18 @@ def train(seat: Seat, work: Work, checkpoint: str | None, every: int, resume: bo
             reporter.step(step + 1, result.loss, taken, loads.mean())
             if kept is not None and ((step + 1) % every == 0 or step + 1 == work.steps):
                 doing(f"checkpoint of step {step + 1}")
-                kept.save(step + 1, pipeline, optimizer)
+                kept.save(step + 1, pipeline, optimizer, settings)
     finally:
         reporter.line.end()
     busy = sum(end - start for start, end in spans.values()) / seconds[-1] if seconds else 0.0
     load = loads.mean()[seat.rank] if seconds else None
-    return Trained(seat.rank, losses, seconds, busy, ahead.aligned(spans), load)
+    return Trained(seat.rank, losses, seconds, busy, ahead.aligned(spans), load, began)
+
+
+def _from_where(folder: Path, step: int, before: Mapping[str, float], now: Mapping[str, float]) -> str:
+    """What a run that was to go on goes on from, and with what else than the one that made the checkpoint."""
+    if not step:
+        return f"--resume: {folder} holds no checkpoint; starting from the first step"
+    others = [f"--{key} {value:g} (before: {before[key]:g})" for key, value in now.items() if before.get(key) != value]
+    others = others if before else []
+    return f"going on from step {step} of {folder}" + (f", with another {' and '.join(others)}" if others else "")

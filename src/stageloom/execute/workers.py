@@ -1,8 +1,15 @@
 """Local worker processes that run a task together, one rank each, in a Gloo process group.
 
-    with Pool(4) as pool:
-        sums = pool.run(task, 10)          # task(seat, 10) on ranks 0..3; their results by rank
-        pool.run(task, 10, size=2)         # the same processes, ranks 0 and 1
+    def task(seat, number):                # seat: a `Seat`, this rank's place
+        total = torch.tensor(seat.rank * number)
+        torch.distributed.all_reduce(total, group=seat.group)
+        return int(total)
+
+    if __name__ == "__main__":
+        sums = launch(task, 4, 10)         # task(seat, 10) on ranks 0..3: what they returned, by rank
+        with Pool(4) as pool:              # for more than one run
+            sums = pool.run(task, 10)
+            pool.run(task, 10, size=2)     # the same processes, ranks 0 and 1
 
 Whatever goes wrong on one rank ends the run on all of them, with one `Failure` that names the rank that failed first,
 the op it had in hand (see `doing`) and why. The workers end with it, and the next run starts new ones.
@@ -30,7 +37,7 @@ T = TypeVar("T")
 
 
 class Pool:
-    """`size` worker processes, started once and used for run after run.
+    """`size` worker processes, started once and used for run after run; the first starts take a few seconds.
 
     timeout   seconds a rank may go without a sign (the start of the task, a `doing`, its end) before the run fails;
               one that waits for another rank is given as long as any rank still gives signs
@@ -52,7 +59,12 @@ class Pool:
         self._crew: Crew | None = Crew(size, timeout, threads)
 
     def run(self, task: Callable[..., T], *args: object, size: int | None = None) -> list[T]:
-        """task(seat, *args) on ranks 0..size-1 (default: all) at once: what they returned, by rank."""
+        """task(seat, *args) on ranks 0..size-1 (default: all) at once: what they returned, by rank.
+
+        `seat` is a `Seat`: its rank, how many there are, and the process group of this run (also torch's default one).
+        Task, arguments and results are pickled; tensors that come back are copies. Raises Failure, with rank, op and
+        cause, where one rank fails; InputError for a size that the pool has not.
+        """
         size = self.size if size is None else size
         if not 1 <= size <= self.size:
             raise InputError(f"a pool of {self.size} workers runs 1 to {self.size} ranks, not {size}")
@@ -93,6 +105,10 @@ class Pool:
 
 
 def launch(task: Callable[..., T], size: int, *args: object, timeout: float = 60.0, threads: int = 1) -> list[T]:
-    """One run, on workers of its own."""
+    """task(seat, *args) on `size` local processes, one rank each, that end with it: what they returned, by rank.
+
+    `seat`, `timeout` and `threads` are those of `Pool`, and so is what it raises. For one run after the other a Pool
+    starts its processes only once. From a script it is called below `if __name__ == "__main__":`.
+    """
     with Pool(size, timeout=timeout, threads=threads) as pool:
         return pool.run(task, *args)

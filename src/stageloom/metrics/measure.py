@@ -9,7 +9,7 @@ import numpy as np
 from stageloom.metrics.idle import gaps, whole_windows
 from stageloom.metrics.memory import rank_memory, weight_versions
 from stageloom.metrics.path import critical_path
-from stageloom.metrics.survey import Survey, busy_between, span, survey
+from stageloom.metrics.survey import TOLERANCE, Survey, busy_between, span, survey
 from stageloom.simulate import Timeline
 
 __all__ = ["Metrics", "critical_path", "measure"]
@@ -96,8 +96,8 @@ def measure(timeline: Timeline) -> Metrics:
         work=work,
         bubble_time=cost - work,
         bubble_rate=(cost - work) / cost if cost else 0.0,
-        schedule_loss=cost - busiest,
-        imbalance_loss=busiest - work,
+        schedule_loss=_less(cost, busiest),
+        imbalance_loss=_less(busiest, work),
         utilization=work / makespan if makespan else 1.0,
         worst_utilization=float(per_rank_utilization.min()),
         steady_utilization=_steady(timeline, found),
@@ -113,6 +113,11 @@ def measure(timeline: Timeline) -> Metrics:
         exposed_message_time=causes["message"],
         gpu_hours_per_million_tokens=_gpu_hours(timeline, makespan),
     )
+
+
+def _less(whole: float, part: float) -> float:
+    """whole - part, 0 where that is what sums of floating-point numbers leave."""
+    return 0.0 if whole - part <= TOLERANCE * whole else whole - part
 
 
 def _steady(timeline: Timeline, found: Survey) -> float | None:

@@ -40,13 +40,13 @@ def counted(
     return [_line(row, symbols) for row in spread(share)]
 
 
-def note(drawn: Slots, cell: float) -> str:
-    """What the legend says of the lines."""
+def note(drawn: Slots, cell: float, draws: str) -> str:
+    """What the legend says of the lines; `draws`: the option that draws every op, "" for none."""
     shown = drawn.half <= UPPER
     mean = float((drawn.end - drawn.start)[shown].sum()) / max(int((drawn.end > drawn.start).sum()), 1)
     ops = cell / mean
     amount = f"one column is about {ops:.2g} ops" if ops >= 1.05 else "some ops are narrower than a column"
-    return f"{amount}: shares are right, single ops are not; -o FILE.svg draws all"
+    return f"{amount}: shares are right, single ops are not" + (f"; {draws} draws all" if draws else "")
 
 
 def spread(share: Floats) -> NDArray[np.intp]:

@@ -31,8 +31,10 @@ MEANING: Final = {
 }
 
 
-def timeline(timeline: Timeline, width: int, *, colour: bool = True) -> Text:
+def timeline(timeline: Timeline, width: int, *, colour: bool = True, draws: str = "-o FILE.svg") -> Text:
     """The timeline in `width` columns: legend, a line a rank, time axis. Without `colour` letters tell all.
+
+    `draws`: the option of the command line that draws every op, for a note where they do not fit; "" for none.
 
     Raises InputError for a width below 20.
     """
@@ -51,7 +53,7 @@ def timeline(timeline: Timeline, width: int, *, colour: bool = True) -> Text:
     else:
         lines = _counted.counted(timeline, drawn, looks, cell, cells, colour)
         notes += [] if colour else [_written.chunk_note(schedule.chunks, {})]
-        notes.append(_counted.note(drawn, cell))
+        notes.append(_counted.note(drawn, cell, draws))
     result = Text(no_wrap=True, overflow="crop", end="")
     for line in _wrap(_legend(drawn, looks, names, colour) + [Text(note) for note in notes if note], width):
         result.append_text(line).append("\n")
