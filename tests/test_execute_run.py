@@ -123,7 +123,7 @@ def test_verify_says_equal_and_how(tmp_path: Path) -> None:
         ("run 1f1b -p 2 -m 2 --context 1000000000", "--context 1000000000: a model of 64,000,131,072 parameters"),
         ("profile 1f1b -p 2 -m 2 --layers 1000000", "--layers 1000000: too many; at most 10000"),
         ("profile 1f1b -p 2 -m 2 -o costs.txt", "-o costs.txt: costs are written as YAML or JSON"),
-        (f"run 1f1b -p 2 -m 2 --svg {'a' * 300}.svg", "a.svg: cannot be written: File name too long"),
+        (f"run 1f1b -p 2 -m 2 --svg {'a' * 300}.svg", "...: cannot be written: File name too long"),
         ("run 1f1b -p 2 -m 2 --resume", "--resume needs --checkpoint"),
         ("run pipedream -p 2 -m 2 --checkpoint x", "are not checkpointed"),
         ("run 1f1b -p 2", "--microbatches/-m is missing"),

@@ -1,4 +1,4 @@
-"""A solver's run that Ctrl-C can end: it has a thread of its own, and the one that Python tells of signals only waits."""
+"""A solver that Ctrl-C can end: it has a thread of its own, and the one that Python tells of signals only waits."""
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
