@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -117,21 +117,29 @@ def train(seat: Any, schedule: Schedule, layout: Layout, make: str, feeds: Feeds
 
 
 def reload(seat: Any, schedule: Schedule, layout: Layout, wrap: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Load the state of a whole model into wrapped stages that hold zeros: what was to come, and what came."""
+    """Load the state of a whole model into wrapped stages: what was to come to this process, and what came."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     mesh = mesh_of(layout)
     numbers = schedule.placement.stages_of[mesh.get_local_rank("pp")][0]
     modules = {n: WRAPS[wrap](feature_tasks.MAKERS["toy"](n), mesh) for n in numbers}
     pipeline = Pipeline(schedule, modules, feature_tasks.loss, mesh=mesh, on_task=doing)
-    for parameter in pipeline.parameters():
-        parameter.data.add_(1.0)  # no entry is zero
-    own = {key: whole(tensor) for key, tensor in pipeline.state_dict().items()}
-    everyone: list[Any] = [None] * seat.size
-    dist.all_gather_object(everyone, own, group=seat.group)
-    state = {key: tensor for theirs in everyone for key, tensor in theirs.items()}
-    for parameter in pipeline.parameters():
-        parameter.data.zero_()
+    state = {
+        pipeline.names.of(n, name): torch.arange(1.0, 1 + tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + n
+        for n in range(schedule.stages)
+        for name, tensor in feature_tasks.MAKERS["toy"](n).state_dict().items()
+    }
     pipeline.load_state_dict(state)
-    return {key: (state[key], whole(tensor)) for key, tensor in pipeline.state_dict().items()}
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for key, held in pipeline.state_dict().items():
+        whole_one, given = state[key], cast("Any", held)
+        if hasattr(given, "to_local"):
+            sizes, begins = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
+            for dim, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
+                whole_one = whole_one.narrow(dim, begin, size)
+            given = given.to_local()
+        found[key] = whole_one.clone(), given.detach().clone()
+    return found
 
 
 def _fsdp(module: nn.Module, mesh: DeviceMesh, *names: str, nested: bool = False) -> nn.Module:

@@ -367,7 +367,6 @@ def test_tensor_parallel_beside_data_parallel(split: str, pool: Pool) -> None:
         ("fsdp", TWO_BY_TWO),
         ("nested", TWO_BY_TWO),
         ("tp", ALONG_PIPELINE),
-        ("tp fsdp", ALONG_DATA),
     ],
 )
 def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Pool) -> None:
@@ -375,7 +374,6 @@ def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Po
         assert found
         for name, (wanted, loaded) in found.items():
             assert torch.equal(wanted, loaded), name
-            assert loaded.abs().sum() > 0
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
