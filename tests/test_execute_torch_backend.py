@@ -95,6 +95,11 @@ def test_wrong_use_is_refused(case: str, expected: str, pool: Pool) -> None:
     assert message == expected
 
 
+def test_tied_weights_are_refused_as_pytorchs_runtime_would_train_them_apart(pool: Pool) -> None:
+    for message in pool.run(refused, sl.build("1f1b", 2, 4), "tied", size=2):
+        assert "[(0, '0.weight'), (1, '1.weight')] are one parameter in the model that was split" in message
+
+
 def test_verify_by_pytorchs_runtime(pool: Pool) -> None:
     with workers_of(pool):
         result = stageloom("verify", "zb-h1", "-p", "2", "-m", "3", "--backend", "torch")

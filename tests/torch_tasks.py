@@ -9,6 +9,7 @@ from torch import nn
 
 import toy
 from stageloom.errors import StageloomError
+from stageloom.execute.partition import split
 from stageloom.execute.pipeline import Pipeline
 from stageloom.execute.torch_backend import TorchPipeline
 from stageloom.execute.workers import doing
@@ -36,6 +37,9 @@ def refused(seat: Any, schedule: Schedule, case: str) -> str:
     """The error that each rank is refused with."""
     own = {number: toy.stage(number) for number in schedule.placement.stages_of[seat.rank][0]}
     inputs, targets = toy.data(schedule.microbatches, 0)
+    if case == "tied":
+        shared = nn.Linear(toy.WIDTH, toy.WIDTH).double()
+        own = {number: split(nn.Sequential(shared, shared), 1)[number] for number in own}
     if case == "stages":
         own = {number + 1: module for number, module in own.items()}
     try:

@@ -22,6 +22,7 @@ from stageloom.errors import InputError, ScheduleError, StageloomError
 from stageloom.execute.arguments import Stages, require_sound
 from stageloom.execute.mesh import grid_of
 from stageloom.execute.split import Report
+from stageloom.execute.ties import marked
 from stageloom.op import Kind
 from stageloom.schedule import Schedule
 
@@ -108,6 +109,12 @@ class TorchPipeline:
         given = {(key[1] if isinstance(key, tuple) else key): module for key, module in stages.items()}
         if sorted(given) != list(own):
             raise InputError(f"stages: are given for {sorted(given)}; {schedule.name} puts {list(own)} on this rank")
+        ties = marked({(0, number): module for number, module in given.items()}, self.group)
+        if ties:
+            raise InputError(
+                f"stages: {list(ties[0])} are one parameter in the model that was split, and PyTorch's runtime does "
+                "not add up their gradients; use Pipeline"
+            )
         self.runtime = _runtime(schedule, {number: given[number] for number in own}, loss, self.group)
         split = {int(stage) for stage in schedule.stage[schedule.kind == Kind.W]}
         self.reports = {
