@@ -417,7 +417,11 @@ NAMES: Final[list[tuple[Callable[[str], object], str, str]]] = [
     ),
     (load_model, "{tmp}/none.json", "{tmp}/none.json: cannot be read: No such file or directory"),
     (load_model, "{tmp}", "{tmp}: is a folder without a config.json; a model's file is needed"),
-    (load_model, "/dev/null", "/dev/null: is not a regular file; a YAML or JSON file is needed"),
+    (
+        load_model,
+        "/dev/null",
+        "/dev/null: is not a regular file; a YAML or JSON file is needed (keep in one what a pipe gives)",
+    ),
     (load_model, "x" * 300 + ".json", "x" * 300 + ".json: cannot be read: File name too long"),
     (load_model, "a\0b.json", "'a\\x00b.json': cannot be read: embedded null byte"),
     (load_cluster, "h800", "'h800' says no number of GPUs; write h800x64 for 64 of them"),
