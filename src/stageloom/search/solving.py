@@ -13,23 +13,34 @@ def solve(solver: Any, model: Any) -> Any:
     """`solver.solve(model)`. An interrupt stops the solver and is raised here."""
     found: list[Any] = []
     wrong: list[BaseException] = []
+    done = threading.Event()
 
     def run() -> None:
         try:
             found.append(solver.solve(model))
         except BaseException as error:
             wrong.append(error)
+        finally:
+            done.set()
 
     thread = threading.Thread(target=run, name="solver", daemon=True)
-    thread.start()
     try:
-        while thread.is_alive():
-            thread.join(PAUSE)
+        thread.start()
+        while not done.wait(PAUSE):
+            pass
     except BaseException:
-        while thread.is_alive():  # asked before it had begun, it would not hear
-            solver.stop_search()
-            thread.join(PAUSE)
+        _stop(solver, thread, done)
         raise
     if wrong:
         raise wrong[0]
     return found[0]
+
+
+def _stop(solver: Any, thread: threading.Thread, done: threading.Event) -> None:
+    """Wait until the solver has stopped: a thread that is within it when the program ends would abort the program."""
+    pauses = 0
+    while not done.wait(PAUSE):
+        solver.stop_search()  # again and again: asked before it has begun, it does not hear
+        pauses += 1
+        if thread.ident is None and pauses > 10:
+            return  # the interrupt came before there was a thread
