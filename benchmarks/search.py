@@ -25,7 +25,7 @@ from stageloom.search.dispatch import scheduled
 from stageloom.search.optimize import Outcome, search
 from stageloom.search.pairs import search_pairs
 from stageloom.search.pareto import curve
-from stageloom.search.problem import Problem, pose, to_schedule
+from stageloom.search.problem import Problem, pose
 from stageloom.search.rules import base_rule
 from stageloom.search.standing import standings
 from stageloom.simulate import simulate
@@ -84,7 +84,7 @@ def run(case: Case, seconds: float, seed: int = 0) -> Row:
     began = time.perf_counter()
     outcome = search(case.problem, objective=case.objective, seconds=seconds, seed=seed)
     taken = time.perf_counter() - began
-    schedule = to_schedule(outcome.problem, outcome.order, "found")
+    schedule = outcome.schedule("found")
     assert not problems(schedule), case.name
     metrics = measure(simulate(schedule, case.costs))
     found = metrics.cost if case.objective == "cost" else metrics.makespan

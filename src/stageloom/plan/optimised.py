@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final, Literal
 
 from stageloom.errors import InputError
@@ -52,7 +51,7 @@ def _cuts(scored: list[Scored]) -> Iterable[Cut]:
 
 
 def _order(setup: Setup, cut: Cut, where: Where, seconds: float) -> Scored | None:
-    from stageloom.search import pose, search, to_schedule
+    from stageloom.search import pose, search
 
     chunks = 2 if where == "v" else 1
     if cut.pipeline * chunks > len(setup.model.layers):
@@ -77,7 +76,7 @@ def _order(setup: Setup, cut: Cut, where: Where, seconds: float) -> Scored | Non
         synchronous=True,
         slices=1,
     )
-    order = replace(to_schedule(problem, outcome.order, form.label), name=form.label)
+    order = outcome.schedule(form.label)
     return score(setup, layout, form, order)
 
 
