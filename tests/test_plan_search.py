@@ -13,7 +13,7 @@ import pytest
 from stageloom.placement import Placement, line, loop, zigzag
 from stageloom.plan import Cluster, Model, Training, gpt, load_cluster, load_model
 from stageloom.plan.alternatives import cut_of, try_form
-from stageloom.plan.floors import Setup, cut_floor, stage_sums, time_floor
+from stageloom.plan.floors import Setup, cut_floor, set_up, stage_sums, time_floor
 from stageloom.plan.floors_memory import cut_memory_floor, memory_floor
 from stageloom.plan.forms import forms
 from stageloom.plan.layout import Layout, spread
@@ -43,7 +43,8 @@ CASES = {"dense": dense, "sparse": sparse}
 def everything(case: str) -> tuple[Setup, tuple[Scored, ...]]:
     """Every candidate of a case predicted, none left out."""
     model, cluster, training, space = CASES[case]()
-    setup, cuts = prepare(model, cluster, training, space)
+    setup = set_up(model, cluster, training)
+    cuts = prepare(setup, space)
     found: list[Scored] = []
     for cut in cuts:
         for form in forms(None, chunk_counts(len(model.layers), cut.pipeline, space)):

@@ -35,6 +35,11 @@ class Rule(Protocol):
         ...
 
 
+def _as_input(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The parameters in the input's type, which autocast may have changed."""
+    return (w, b) if w.dtype is x.dtype else (w.to(x.dtype), None if b is None else b.to(x.dtype))
+
+
 @dataclass(frozen=True)
 class LinearRule:
     """y = x wᵀ + b; under autocast the weight is cast again in B rather than kept twice."""
@@ -42,9 +47,7 @@ class LinearRule:
     keeps: ClassVar[bool] = False
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Gradients]:
-        if w.dtype is not x.dtype:
-            w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
-        return F.linear(x, w, b), ()
+        return F.linear(x, *_as_input(x, w, b)), ()
 
     def input_gradient(self, g: Tensor, x: Tensor, w: Tensor, kept: Gradients) -> Tensor:
         return g.matmul(w if w.dtype is g.dtype else w.to(g.dtype))
@@ -62,8 +65,7 @@ class TransposedRule:
     keeps: ClassVar[bool] = False
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Gradients]:
-        if w.dtype is not x.dtype:
-            w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
+        w, b = _as_input(x, w, b)
         rows = x.reshape(-1, x.shape[-1])
         y = rows.mm(w) if b is None else torch.addmm(b, rows, w)
         return y.view(*x.shape[:-1], w.shape[1]), ()

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from stageloom.errors import InputError
 from stageloom.execute.mesh import placed_as
 from stageloom.execute.replicas import Modules, Tied
-
-_COMPILED = "_orig_mod."  # what torch.compile puts in front of a module's names
+from stageloom.execute.ties import bare
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Names:
 
     def of(self, stage: int, name: str) -> str:
         """The public name of an entry of a stage's own state."""
-        name = name.replace(_COMPILED, "")
+        name = bare(name)
         return f"stages.{stage}.{name}" if self.qualified else name
 
     def state(self, modules: Modules) -> dict[str, Tensor]:
@@ -97,7 +96,7 @@ def names_of(group: dist.ProcessGroup, modules: Modules, tied: Tied) -> Names:
     own: dict[int, list[tuple[str, bool]]] = {}
     seen: set[tuple[str, int]] = set()
     for (_, stage), module in modules.items():
-        entries = [(name.replace(_COMPILED, ""), tensor) for name, tensor in module.state_dict(keep_vars=True).items()]
+        entries = [(bare(name), tensor) for name, tensor in module.state_dict(keep_vars=True).items()]
         # one tensor that two stages of a rank share is one entry
         own.setdefault(stage, [(name, (name, id(tensor)) not in seen) for name, tensor in entries])
         seen.update((name, id(tensor)) for name, tensor in entries)
@@ -105,7 +104,7 @@ def names_of(group: dist.ProcessGroup, modules: Modules, tied: Tied) -> Names:
     dist.all_gather_object(everyone, own, group=group)
     by_stage = {stage: names for theirs in everyone for stage, names in theirs.items()}
     # members of a tie are one parameter
-    one = {(stage, name.replace(_COMPILED, "")): group[0] for group in tied for stage, name in group}
+    one = {(stage, bare(name)): group[0] for group in tied for stage, name in group}
     owners: dict[str, set[tuple[int, str]]] = {}
     for stage, names in by_stage.items():
         for name in (name for name, counts in names if counts):

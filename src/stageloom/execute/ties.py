@@ -13,7 +13,10 @@ from stageloom.errors import InputError
 from stageloom.execute.replicas import Tied
 from stageloom.execute.sharded import Modules
 
-_COMPILED = "_orig_mod."  # what torch.compile puts in front of a module's names
+
+def bare(name: str) -> str:
+    """A name without what torch.compile puts in front of those of a module."""
+    return name.replace("_orig_mod.", "")
 
 
 def marked(modules: Modules, group: dist.ProcessGroup) -> Tied:
@@ -51,7 +54,7 @@ def _marks(module: nn.Module) -> list[tuple[tuple[str, ...], str, tuple[int, ...
         for names in marks_of(part):
             if own is None:
                 everything = part.named_parameters(remove_duplicate=False)
-                own = {name.replace(_COMPILED, ""): (name, tuple(p.shape)) for name, p in everything}
+                own = {bare(name): (name, tuple(p.shape)) for name, p in everything}
             here = next((own[name] for name in names if name in own), None)
             if here is not None:
                 found.append((names, f"{prefix}.{here[0]}" if prefix else here[0], here[1]))

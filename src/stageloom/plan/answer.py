@@ -17,14 +17,14 @@ from stageloom.plan.alternatives import (
 )
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants
-from stageloom.plan.floors import Setup
+from stageloom.plan.floors import Setup, set_up
 from stageloom.plan.mesh import all_to_all, mesh
 from stageloom.plan.model import Model
 from stageloom.plan.predict import Prediction
 from stageloom.plan.replicas import Replication, replication
 from stageloom.plan.rollback import Rollback, rollback
 from stageloom.plan.score import Scored, predicted
-from stageloom.plan.search import SLACK, Found, Progress, prepare, search
+from stageloom.plan.search import SLACK, Found, Progress, searched
 from stageloom.plan.shortage import shortage
 from stageloom.plan.software import MODERN, Software
 from stageloom.plan.space import Refusal, Space
@@ -101,21 +101,18 @@ def plan(
     fits ("memory"), the batch or other sizes cannot be cut ("batch", "sizes", "depth"), no schedule can be built.
     """
     space = Space() if space is None else space
+    setup = set_up(model, cluster, training, constants, software, measured)
     try:
-        found = search(
-            model, cluster, training, space, constants, software,
-            measured=measured, slack=slack, workers=workers, progress=progress,
-        )  # fmt: skip
+        found = searched(setup, space, slack=slack, workers=workers, progress=progress)
     except Refusal as refusal:
         if refusal.reason != "memory" or measured is not None:
             raise
-        short = shortage(model, cluster, training, space, constants, software, measured)
+        short = shortage(setup, space)
         raise (short if short.reason == "memory" else Refusal(short.reason, str(refusal))) from None
     best = found.best
     at = best.layout
     if space.pipeline is None and (at.tensor, at.pipeline, at.expert) == (1, 1, 1):
         raise _one_gpu(model, cluster, best)
-    setup, _ = prepare(model, cluster, training, space, constants, software, measured)
     return _explained(setup, space, found)
 
 
@@ -158,10 +155,7 @@ def _best_of_1f1b(setup: Setup, space: Space) -> Scored | None:
 def _best_of(setup: Setup, space: Space) -> Scored | None:
     """The best plan of a part of the space; None where nothing in it fits."""
     try:
-        return search(
-            setup.model, setup.cluster, setup.training, replace(space, optimised=0.0), setup.constants, setup.software,
-            measured=setup.measured, slack=0.0,
-        ).best  # fmt: skip
+        return searched(setup, replace(space, optimised=0.0), slack=0.0).best
     except InputError:
         return None
 

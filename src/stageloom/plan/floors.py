@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from stageloom.costs import Costs
 from stageloom.plan.cluster import Cluster
-from stageloom.plan.constants import Constants
+from stageloom.plan.constants import Constants, fitted
 from stageloom.plan.cost import setting, stage_costs, stage_times
 from stageloom.plan.forms import Form
 from stageloom.plan.layout import Layout
 from stageloom.plan.model import Model
 from stageloom.plan.predict import replaced
-from stageloom.plan.software import Software
+from stageloom.plan.software import MODERN, Software
 from stageloom.plan.space import Cut
 from stageloom.plan.training import Training
 
@@ -54,6 +54,18 @@ class Setup:
             self.training.sequence_parallel,
             layers,
         )
+
+
+def set_up(
+    model: Model,
+    cluster: Cluster,
+    training: Training,
+    constants: Constants | None = None,
+    software: Software = MODERN,
+    measured: Costs | None = None,
+) -> Setup:
+    """What a search is about; the fitted constants unless others are given."""
+    return Setup(model, cluster, training, fitted() if constants is None else constants, software, measured)
 
 
 def costs_with_measured(setup: Setup, layout: Layout, form: Form) -> Costs:

@@ -17,9 +17,9 @@ from typing import Any, Final
 from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.plan.cluster import Cluster
-from stageloom.plan.constants import Constants, fitted
+from stageloom.plan.constants import Constants
 from stageloom.plan.crew import Crew
-from stageloom.plan.floors import Setup, cut_floor, items, stage_sums, time_floor
+from stageloom.plan.floors import Setup, cut_floor, items, set_up, stage_sums, time_floor
 from stageloom.plan.floors_memory import cut_memory_floor, memory_floor
 from stageloom.plan.forms import Form, forms
 from stageloom.plan.layout import Layout, spread
@@ -82,28 +82,19 @@ class _Open:
     memory: float = field(default=0.0, compare=False)
 
 
-def prepare(
-    model: Model,
-    cluster: Cluster,
-    training: Training,
-    space: Space,
-    constants: Constants | None = None,
-    software: Software = MODERN,
-    measured: Costs | None = None,
-) -> tuple[Setup, list[Cut]]:
-    """What a search is about, and its cuts. Raises InputError or Refusal where they do not go together."""
-    agree(training, model, cluster)
-    chosen = cuts(model, cluster, training, space)
-    if measured is not None:
-        if measured.unit is None:
+def prepare(setup: Setup, space: Space) -> list[Cut]:
+    """The cuts of a search. Raises InputError or Refusal where what it is about does not go together."""
+    agree(setup.training, setup.model, setup.cluster)
+    chosen = cuts(setup.model, setup.cluster, setup.training, space)
+    if setup.measured is not None:
+        if setup.measured.unit is None:
             raise InputError("the profile states no unit of time; add `unit: ms` (or s, us) to it")
         if len({(cut.tensor, cut.pipeline, cut.microbatch) for cut in chosen}) > 1:
             raise InputError(
                 "a profile holds for one layout; fix tensor, pipeline and microbatch as they were when it was made"
             )
         chosen = [cut for cut in chosen if cut.recompute == space.recompute[0]]
-    setup = Setup(model, cluster, training, fitted() if constants is None else constants, software, measured)
-    return setup, chosen
+    return chosen
 
 
 def search(
@@ -127,9 +118,20 @@ def search(
     than one, a script has to guard its start with `if __name__ == "__main__"`. Raises Refusal where no plan is
     possible: of reason "memory" where none fits, with no figures (see `shortage`).
     """
-    space = Space() if space is None else space
-    setup, chosen = prepare(model, cluster, training, space, constants, software, measured)
-    run = _Run(setup, space, chosen, slack)
+    setup = set_up(model, cluster, training, constants, software, measured)
+    return searched(setup, Space() if space is None else space, slack=slack, workers=workers, progress=progress)
+
+
+def searched(
+    setup: Setup,
+    space: Space,
+    *,
+    slack: float = SLACK,
+    workers: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+) -> Found:
+    """As `search`."""
+    run = _Run(setup, space, prepare(setup, space), slack)
     with Crew(setup, workers) as crew:
         while (batch := run.next()) is not None:
             run.take(crew.scores(batch))

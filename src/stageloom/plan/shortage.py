@@ -6,43 +6,31 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stageloom.costs import Costs
 from stageloom.errors import InputError
 from stageloom.plan import presets
 from stageloom.plan.alternatives import try_form
 from stageloom.plan.cluster import Cluster
-from stageloom.plan.constants import Constants
+from stageloom.plan.floors import Setup
 from stageloom.plan.floors_memory import cut_memory_floor
 from stageloom.plan.forms import forms
 from stageloom.plan.load_cluster import load_cluster
-from stageloom.plan.model import Model
 from stageloom.plan.score import Scored
 from stageloom.plan.search import prepare
-from stageloom.plan.software import MODERN, Software
 from stageloom.plan.space import Refusal, Space, chunk_counts
-from stageloom.plan.training import Training
 
 MOST_TIMES = 64
 """How many times larger clusters are tried."""
 
 
-def least(
-    model: Model,
-    cluster: Cluster,
-    training: Training,
-    space: Space,
-    constants: Constants | None = None,
-    software: Software = MODERN,
-    measured: Costs | None = None,
-) -> Scored | None:
+def least(setup: Setup, space: Space) -> Scored | None:
     """The plan that holds the least, whether it fits or not; None where no schedule can be built."""
-    setup, chosen = prepare(model, cluster, training, space, constants, software, measured)
+    chosen = prepare(setup, space)
     heap = [(cut_memory_floor(setup, cut), at) for at, cut in enumerate(chosen)]
     heapq.heapify(heap)
     best: Scored | None = None
     while heap and (best is None or heap[0][0] < best.memory):
         cut = chosen[heapq.heappop(heap)[1]]
-        for form in forms(space.schedules, chunk_counts(len(model.layers), cut.pipeline, space)):
+        for form in forms(space.schedules, chunk_counts(len(setup.model.layers), cut.pipeline, space)):
             if form.searched and space.schedules is None:  # those hold more than the others, and take longer
                 continue
             one = try_form(setup, cut, form)
@@ -51,28 +39,20 @@ def least(
     return best
 
 
-def shortage(
-    model: Model,
-    cluster: Cluster,
-    training: Training,
-    space: Space,
-    constants: Constants | None = None,
-    software: Software = MODERN,
-    measured: Costs | None = None,
-) -> Refusal:
+def shortage(setup: Setup, space: Space) -> Refusal:
     """Why nothing fits: what is missing, and what would fit; for the caller to raise."""
-    one = least(model, cluster, training, space, constants, software, measured)
-    limit = cluster.gpu.memory
+    one = least(setup, space)
+    cluster, limit = setup.cluster, setup.cluster.gpu.memory
     if one is None or one.fits:
         return Refusal("schedule", "no schedule that is allowed can be built in any layout that is allowed")
     at = one.layout
     text = (
-        f"no configuration fits: {model.name} on {cluster.name} needs at least {one.memory / 1e9:.1f} GB a GPU "
+        f"no configuration fits: {setup.model.name} on {cluster.name} needs at least {one.memory / 1e9:.1f} GB a GPU "
         f"(tensor {at.tensor}, pipeline {at.pipeline}, data {at.data}, expert {at.expert}, micro-batch "
         f"{at.microbatch}, recompute {_word(at.recompute)}, {one.schedule}), and {cluster.gpu.name} has "
         f"{limit / 1e9:.1f} GB: {(one.memory - limit) / 1e9:.1f} GB are missing"
     )
-    fits = next(_changes(model, cluster, training, space, constants, software, measured), None)
+    fits = next(_changes(setup, space), None)
     return Refusal("memory", f"{text}; {f'nearest that would fit: {fits}' if fits else _bigger(one.memory)}")
 
 
@@ -80,39 +60,24 @@ def _word(recompute: object) -> str:
     return recompute if isinstance(recompute, str) else "by layer"
 
 
-def _changes(
-    model: Model,
-    cluster: Cluster,
-    training: Training,
-    space: Space,
-    constants: Constants | None,
-    software: Software,
-    measured: Costs | None,
-) -> Iterator[str]:
+def _changes(setup: Setup, space: Space) -> Iterator[str]:
     """Changes that make it fit, the smallest first: more sharding, then more GPUs."""
+    training = setup.training
     for zero in range(training.zero + 1, 4):
-        if _fits(model, cluster, replace(training, zero=zero), space, constants, software, measured):
+        if _fits(replace(setup, training=replace(training, zero=zero)), space):
             yield f"ZeRO stage {zero}"
     free = replace(space, data=None)
     times = 2
     while times <= MOST_TIMES and training.global_batch >= times:
-        larger = _times(cluster, times)
-        if _fits(model, larger, training, free, constants, software, measured):
+        larger = _times(setup.cluster, times)
+        if _fits(replace(setup, cluster=larger), free):
             yield f"{larger.gpus:,} such GPUs"
         times *= 2
 
 
-def _fits(
-    model: Model,
-    cluster: Cluster,
-    training: Training,
-    space: Space,
-    constants: Constants | None,
-    software: Software,
-    measured: Costs | None,
-) -> bool:
+def _fits(setup: Setup, space: Space) -> bool:
     try:
-        one = least(model, cluster, training, space, constants, software, measured)
+        one = least(setup, space)
     except InputError:  # sizes that do not go together any more
         return False
     return one is not None and one.fits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 
@@ -48,15 +48,7 @@ MEGATRON_DEEPSPEED: Final = Software(
 """microsoft/Megatron-DeepSpeed as vTrain (arXiv 2312.12391) measured it; DeepSpeed's pipeline engine sends activations
 in parts wherever there is tensor parallelism (`is_pipe_partitioned`)."""
 
-MEGATRON_2021: Final = Software(
-    "Megatron-LM, 2021",
-    attention="unfused",
-    dropout=True,
-    tensor_overlap=False,
-    fused_accumulation=False,
-    gradient_overlap=False,
-    waits_for_messages=True,
-)
+MEGATRON_2021: Final = replace(MEGATRON_DEEPSPEED, name="Megatron-LM, 2021")
 """Megatron-LM of arXiv 2104.04473."""
 
 MEGATRON_2022: Final = Software(

@@ -14,7 +14,7 @@ from stageloom.search.dispatch import Rule, scheduled
 from stageloom.search.order import value_of
 from stageloom.search.problem import Floats, Problem
 from stageloom.search.rules import ALL, base_rule
-from stageloom.search.steps import Search
+from stageloom.search.steps import Search, keep_best
 
 DEADLINES: Final = 6
 BLENDS: Final = (0.0, 0.25, 0.5)
@@ -94,9 +94,7 @@ def _try(run: Search, rule: Rule, due: Floats) -> float:
     run.offer(out[0], value, run.step)
     found = value.of(run.objective)
     if len(run.guided) < KEPT or found < run.guided[-1][0] - 1e-9:
-        run.guided.append((found, rule, due))
-        run.guided.sort(key=lambda each: each[0])
-        del run.guided[KEPT:]
+        keep_best(run.guided, KEPT, (found, rule, due))
     return found
 
 

@@ -20,6 +20,7 @@ from stageloom.costs import Costs
 from stageloom.op import Kind
 from stageloom.placement import line
 from stageloom.search.bounds import lower_bound, smallest_limits
+from stageloom.search.local import GUIDE
 from stageloom.search.order import Value
 from stageloom.search.pair_moves import anneal_pairs
 from stageloom.search.pairing import NONE, Items, Tables, evaluate, from_paired, tables_of
@@ -35,8 +36,6 @@ SHARES: Final = {"fused": 0.25, "relaxed": 0.3, "split": 0.15}
 MOVE: Final = 0.15
 """Work of a move of the annealing, in longest paths."""
 HEATS: Final = (0.0005, 0.001, 0.002)
-GUIDE: Final = 0.02
-"""Weight of the mean end of the ranks, which tells orders of one makespan apart."""
 FEW: Final = 200
 """Moves below which annealing is not worth its beginning."""
 

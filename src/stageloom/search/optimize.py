@@ -141,10 +141,7 @@ def _apart(
     for name, step in _steps():
         if run.closed or (run.order is not None and run.over):
             break
-        run.step = name
-        began = clock.perf_counter()
-        step(run)
-        run.spent[name] = run.spent.get(name, 0.0) + clock.perf_counter() - began
+        run.take(name, step)
     assert run.order is not None  # one micro-batch after another fits every limit that is feasible
     assert run.value is not None
     return Outcome(

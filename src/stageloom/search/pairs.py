@@ -6,7 +6,6 @@ scheduler that pairs what is ready; then annealing. As in `optimize`, effort is 
 
 from __future__ import annotations
 
-import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from stageloom.errors import StageloomError
 from stageloom.placement import line
 from stageloom.schedule import Schedule
 from stageloom.schedules import records
+from stageloom.search.local import GUIDE
 from stageloom.search.optimize import Outcome, search
 from stageloom.search.order import Value
 from stageloom.search.pair_bounds import paired_bound
@@ -27,7 +27,7 @@ from stageloom.search.pair_dispatch import PairRule, changed, grid, scheduled
 from stageloom.search.pair_moves import anneal_pairs
 from stageloom.search.pairing import Items, Tables, evaluate, from_order, from_paired, tables_of
 from stageloom.search.problem import Ints, Problem, from_schedule, pose
-from stageloom.search.steps import CLOSE, SEEDS, SPEED, Progress, Search
+from stageloom.search.steps import CLOSE, SEEDS, SPEED, Progress, Search, keep_best
 
 ALONE: Final = 0.25
 """The part of the effort that goes into the search without pairs."""
@@ -37,8 +37,6 @@ DISPATCH: Final = 3.5
 """The same of a run of the list scheduler."""
 LEAST: Final = 1e-4
 """Seconds that a run of the list scheduler takes at least, however small the problem."""
-GUIDE: Final = 0.02
-"""Weight of the mean end of the ranks, which tells orders of one makespan apart."""
 STARTS: Final = 6
 """Orders, and rules, that are kept to go on from."""
 
@@ -65,9 +63,7 @@ class PairSearch(Search):
         return value.of(self.objective)
 
     def keep_start(self, value: float, items: Items) -> None:
-        self.starts.append((value, items))
-        self.starts.sort(key=lambda each: each[0])
-        del self.starts[STARTS:]
+        keep_best(self.starts, STARTS, (value, items))
 
 
 def search_pairs(
@@ -98,10 +94,7 @@ def search_pairs(
     for name, step in _steps(plain.order, published, more):
         if run.over:
             break
-        run.step = name
-        began = clock.perf_counter()
-        step(run)
-        run.spent[name] = run.spent.get(name, 0.0) + clock.perf_counter() - began
+        run.take(name, step)
     return replace(
         plain, value=run.value or plain.value, bound=min(run.bound, run.best), source=run.source, paired=run.items,
         spent=plain.spent | run.spent, cut_short=(plain.cut_short or run.late) and not run.closed,
@@ -162,8 +155,7 @@ def _try_rules(run: PairSearch) -> None:
         run.found.append((_try(run, rule), rule))
         if run.over:
             break
-    run.found.sort(key=lambda each: each[0])
-    del run.found[STARTS:]
+    keep_best(run.found, STARTS)
 
 
 def _climb(run: PairSearch) -> None:

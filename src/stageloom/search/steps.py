@@ -6,7 +6,7 @@ import time as clock
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ BOUNDING: Final = (0.1, 0.1, 0.2)
 SEEDS: Final = 2_000_000_000
 SMALL: Final = 110
 """Ops up to which CP-SAT is given the whole problem."""
+
+Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,13 @@ class Search:
     def tell(self) -> None:
         self.progress(Progress(self.step, self.best, self.bound, self.effort))
 
+    def take(self, name: str, step: Callable[[Self], None]) -> None:
+        """Take a step, and count its wall-clock time."""
+        self.step = name
+        began = clock.perf_counter()
+        step(self)
+        self.spent[name] = self.spent.get(name, 0.0) + clock.perf_counter() - began
+
     def pay(self, evaluations: float) -> None:
         """Count work: this many orders scheduled or timed."""
         self.effort += evaluations * self.problem.ops / SPEED
@@ -161,6 +170,13 @@ def try_rules(run: Search) -> None:
             run.offer(order, value, "one by one")
 
 
+def keep_best(kept: list[Entry], most: int, *more: Entry) -> None:
+    """Of what is kept, each with what it takes in front, and of more: the best `most`, best first."""
+    kept.extend(more)
+    kept.sort(key=lambda each: each[0])
+    del kept[most:]
+
+
 def _try(run: Search, rule: Rule, keep: int = 6) -> float:
     run.pay(1.6)
     out = scheduled(run.problem, rule)
@@ -170,9 +186,7 @@ def _try(run: Search, rule: Rule, keep: int = 6) -> float:
     run.offer(out[0], value, run.step)
     found = value.of(run.objective)
     if len(run.rules) < keep or found < run.rules[-1][0] - 1e-9:
-        run.rules.append((found, rule))
-        run.rules.sort(key=lambda each: each[0])
-        del run.rules[keep:]
+        keep_best(run.rules, keep, (found, rule))
     return found
 
 
