@@ -43,6 +43,6 @@ def result_of(run: Run, outputs: dict[int, Any], grid: Grid) -> StepResult:
     """The result of a run; starts to sum the loss over all ranks, and so has to be called on all of them."""
     total = torch.zeros(2, dtype=torch.float64, device=control_device(grid.whole))
     if run.losses:
-        total[0] = torch.stack([loss.double() for loss in run.losses.values()]).sum()
+        total[0] = torch.stack(list(run.losses.values())).sum(dtype=torch.float64)
         total[1] = len(run.losses)
     return StepResult(outputs, run, total, dist.all_reduce(total, group=grid.whole, async_op=True))
