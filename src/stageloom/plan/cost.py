@@ -254,7 +254,7 @@ def costs_of(times: list[StageTimes], held: list[StageBytes], s: Setting, layout
         blocking=s.software.waits_for_messages and not alone,
         links=() if alone else links,
         activation_bytes=[one.activations for one in held],
-        w_share=min(1.0, sum(one.weight_inputs for one in held) / kept) if kept else 0.5,
+        w_share=sum(one.for_weights for one in held) / kept if kept else 0.5,
         parameter_bytes=[one.parameters for one in held],
         gradient_bytes=[one.gradients for one in held],
         optimizer_bytes=[one.optimizer for one in held],

@@ -22,13 +22,13 @@ from stageloom.plan.training import OPTIMIZERS, Recompute, Training
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes on one GPU. activations: of one micro-batch, until its backward is done; weight_inputs: the part of them
-    that a weight gradient wants, so that it stays until W. parameters, gradients, optimizer: held all the time.
+    """Bytes on one GPU. activations: of one micro-batch, from F to its backward; for_weights: what stays, or is made by
+    B, until W: inputs of products with weights, and gradients of their outputs. parameters, gradients, optimizer: held all the time.
     working: the most that a pass needs beside them while it runs. dense, routed: parameters on this GPU without
     and of routed experts."""
 
     activations: float
-    weight_inputs: float
+    for_weights: float
     parameters: float
     gradients: float
     optimizer: float
@@ -44,10 +44,10 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that one layer keeps of a micro-batch; inputs: those of weight gradients; whole: without recomputation."""
+    """Bytes that one layer keeps of a micro-batch; for_weights: from B to W; whole: without recomputation."""
 
     bytes: float
-    inputs: float
+    for_weights: float
     whole: float
 
 
@@ -56,7 +56,10 @@ def layer_kept(layer: Layer, s: Setting, recompute: Recompute) -> Kept:
 
     Selective recomputation drops attention's scores (unfused) or, where attention is fused, what is cheap to make
     again: outputs of norms and of the MLP's activation, whose inputs are kept as products take them (8 bits where they
-    do), and the queries, keys and values of latent attention (DeepSeek-V3, sections 3.2.3 and 3.3.3)."""
+    do), and the queries, keys and values of latent attention (DeepSeek-V3, sections 3.2.3 and 3.3.3).
+
+    From B to W stay, whether recomputed or not, the inputs of products with weights and the gradients of their outputs:
+    32 bytes a token and hidden unit in a GPT layer (arXiv 2401.10241, table 1: 14 of inputs, 18 of gradients)."""
     a, t, n = layer.attention, s.tensor, float(s.tokens)
     drop, fused = s.software.dropout, s.software.attention == "fused"
     width = s.on.width  # bytes of a product's inputs
@@ -74,22 +77,30 @@ def layer_kept(layer: Layer, s: Setting, recompute: Recompute) -> Kept:
     out += width * n * heads * a.value_width if fused and width == 1.0 else 0.0
     middle = _middle(layer, s)
     whole = norms + masks + normed + latents + core + out + scores + middle.bytes
-    inputs = normed + latents / 2.0 + out / 2.0 + middle.inputs
+    inputs = normed + width * n * heads * a.value_width + middle.inputs
+    gradients = width * (n * (heads * a.head_width + keys * (a.head_width + a.value_width)) + hidden / s.cut)
+    gradients += middle.gradients
+    if a.latent is not None:  # of products down, and into those up
+        small = width * n * (a.latent.kv_rank + (a.latent.query_rank or 0))
+        inputs, gradients = inputs + small, gradients + small + width * n * a.latent.rope_width
+    stays = inputs + gradients
     if recompute == "full":
-        return Kept(2.0 * hidden / s.cut, 0.0, whole)
+        return Kept(2.0 * hidden / s.cut, stays, whole)
     if recompute == "selective" and fused:
         kept = whole - normed - middle.again - (core if a.latent is not None else 0.0)
-        return Kept(kept, min(kept, inputs), whole)
+        return Kept(kept, stays, whole)
     kept = whole - scores if recompute == "selective" else whole
-    return Kept(kept, min(kept, normed + out + middle.inputs), whole)
+    return Kept(kept, stays, whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """What an MLP or experts keep; inputs: those of weight gradients; again: what selective recomputation saves."""
+    """What an MLP or experts keep; inputs: of products with weights; gradients: of their outputs, from B to W; again:
+    what selective recomputation saves."""
 
     bytes: float
     inputs: float
+    gradients: float
     again: float
 
 
@@ -99,14 +110,16 @@ def _middle(layer: Layer, s: Setting) -> Middle:
     if layer.experts is None:
         assert layer.mlp is not None
         wide, ways = n * layer.mlp.width / t, 1 + layer.mlp.gated
-        arriving = 0.0
+        arriving, leaving = 0.0, width * n * s.hidden / s.cut
     else:
         e = layer.experts
         tokens = n / t * e.per_token
         wide, ways = tokens * e.width + n * e.shared * e.shared_width / t, 1 + e.gated
         arriving = width * tokens * s.hidden + 2.0 * n / t * s.hidden  # at their experts; and the router's input
+        leaving = width * tokens * s.hidden + width * n * s.hidden / s.cut * bool(e.shared)
     inputs = normed + arriving + width * wide
-    return Middle(inputs + 2.0 * ways * wide, inputs, normed + width * wide + (2.0 - width) * ways * wide)
+    again = normed + width * wide + (2.0 - width) * ways * wide
+    return Middle(inputs + 2.0 * ways * wide, inputs, width * ways * wide + leaving, again)
 
 
 def words_of(model: Model, layout: Layout) -> tuple[Recompute, ...]:
@@ -126,22 +139,22 @@ def stage_bytes(model: Model, training: Training, layout: Layout, s: Setting, pa
         if last:
             module: tuple[Layer, Recompute] = (model.layers[-1], words[-1])
             layers += [module] * model.predicted
-        kept = inputs = dense = routed = working = 0.0
+        kept = stays = dense = routed = working = 0.0
         for layer, word in layers:
             key = (id(layer), word)
             if key not in known:
                 known[key] = (layer_kept(layer, s, word), *_parameters(model, layer, layout))
             one, of_layer, of_experts = known[key]
-            kept, inputs = kept + one.bytes, inputs + one.inputs
+            kept, stays = kept + one.bytes, stays + one.for_weights
             dense, routed = dense + of_layer, routed + of_experts
             working = max(working, one.whole - one.bytes)
         if at == 0:
             dense += embedding_parameters(model) / s.tensor
             kept += s.software.dropout * s.tokens * s.hidden / s.cut
         if last:
-            one, of_head, scratch = _head(model, layout, s)
-            kept, dense, working = kept + one, dense + of_head, working + scratch
-        out.append(_held(kept, inputs, dense, routed, working, training, layout, paths))
+            one, later, of_head, scratch = _head(model, layout, s)
+            kept, stays, dense, working = kept + one, stays + later, dense + of_head, working + scratch
+        out.append(_held(kept, stays, dense, routed, working, training, layout, paths))
     return out
 
 
@@ -152,8 +165,8 @@ def _parameters(model: Model, layer: Layer, layout: Layout) -> tuple[float, floa
     return cut + count.router + count.norms, count.experts / layout.expert
 
 
-def _head(model: Model, layout: Layout, s: Setting) -> tuple[float, float, float]:
-    """(activations, parameters, scratch) of last norm, head and loss, and of what multi-token prediction adds."""
+def _head(model: Model, layout: Layout, s: Setting) -> tuple[float, float, float, float]:
+    """(activations, what stays until W, parameters, scratch) of last norm, head and loss, and of what multi-token prediction adds."""
     heads = 1 + model.predicted
     logits = s.tokens * model.vocabulary / s.tensor
     kept = heads * (4.0 * s.tokens * s.hidden / s.cut + 4.0 * logits)
@@ -163,12 +176,13 @@ def _head(model: Model, layout: Layout, s: Setting) -> tuple[float, float, float
     if model.predicted and layout.stages > 1:  # the modules embed as well
         here += matrix
     modules = model.predicted * 2.0 * model.hidden**2
-    return kept, here + modules + final_norm_parameters(model), 4.0 * logits
+    stays = heads * (2.0 * s.tokens * s.hidden / s.cut + 2.0 * logits)
+    return kept, stays, here + modules + final_norm_parameters(model), 4.0 * logits
 
 
 def _held(
     kept: float,
-    inputs: float,
+    stays: float,
     dense: float,
     routed: float,
     working: float,
@@ -187,7 +201,7 @@ def _held(
     gradient = 4.0 if training.gradients == "fp32" else 2.0
     return StageBytes(
         activations=kept,
-        weight_inputs=inputs,
+        for_weights=stays,
         parameters=2.0 * sharded(3),
         gradients=gradient * sharded(2),
         optimizer=OPTIMIZERS[training.optimizer] * sharded(1),

@@ -156,20 +156,22 @@ def build(name: str, layout: Layout, training: Training, costs: Callable[[], Cos
     record, microbatches = find(name), layout.microbatches(training)
     options = {"chunks": layout.chunks} if any(option.name == "chunks" for option in record.options) else {}
     if record.searched:
-        return record(layout.pipeline, microbatches, costs=_even(costs()), **options)
+        return record(layout.pipeline, microbatches, costs=even(costs()), **options)
     return _fixed(record.name, layout.pipeline, microbatches, tuple(options.items()))
 
 
-def _even(costs: Costs) -> Costs:
+def even(costs: Costs) -> Costs:
     """As the authors of the published searches give costs to them: the median stage's time for all stages, and a limit
-    that counts micro-batches, whatever a stage keeps of one (sail-sg/zero-bubble-pipeline-parallelism, first release,
+    that counts micro-batches, whatever a stage keeps of one; what B makes for W beyond that is not known to them
+    (sail-sg/zero-bubble-pipeline-parallelism, first release,
     `get_zero_bubble_forward_backward_func`)."""
 
     def median(key: str) -> float:
         values = sorted(np.ravel(getattr(costs, key)).tolist())
         return values[len(values) // 2]
 
-    return costs.model_copy(update={key: median(key) for key in ("F", "B", "W", "activation_bytes")} | {"BW": None})
+    even = {key: median(key) for key in ("F", "B", "W", "activation_bytes")}
+    return costs.model_copy(update=even | {"BW": None, "w_share": min(1.0, costs.w_share)})
 
 
 def model_flops(model: Model, training: Training) -> float:
