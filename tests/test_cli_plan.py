@@ -88,6 +88,18 @@ def test_launch_files_stand_beside_the_page(tmp_path: Path) -> None:
     assert 'pipeline_parallel_schedule = "ZBVZeroBubble"' in (tmp_path / "torchtitan.toml").read_text()
 
 
+def test_another_schedule_is_advised_only_where_the_schedule_is_why() -> None:
+    neox = Path(__file__).parent / "data" / "plan" / "configs" / "gpt-neox-20b.json"
+    words = "--cluster a100-80gx8 --seq 2048 --global-batch 16 --pp 4 --microbatch 1 --launch megatron"
+    result = run(f"plan --model {neox} {words} --schedule 1f1b")
+    assert result.status == 2
+    assert "the model's side by side" in result.err
+    assert "--schedule" not in result.err
+    result = run(f"{SMALL} --schedule zb-v --launch megatron")
+    assert result.status == 2
+    assert result.err.rstrip().endswith("plan for what it runs with --schedule 1f1b --schedule interleaved-1f1b")
+
+
 def test_a_profile_replaces_the_models_costs(tmp_path: Path) -> None:
     profile = tmp_path / "costs.yaml"
     profile.write_text("unit: ms\nF: [10, 10, 10, 10]\nB: [10, 10, 10, 10]\nW: [10, 10, 10, 10]\nlatency: 0.1\n")

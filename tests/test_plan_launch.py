@@ -157,6 +157,8 @@ def test_megatrons_arguments_say_the_plan(name: str) -> None:
     assert model.layers == plan.model.layers
     assert total_parameters(model) == total_parameters(plan.model)
     assert (model.tied, model.predicted) == (plan.model.tied, plan.model.predicted)
+    # Megatron-LM's own default is 0.1, and plans know of no dropout.
+    assert (args.attention_dropout, args.hidden_dropout) == (0.0, 0.0)
     # Megatron-LM refuses tensor parallelism without it, and its FSDP with it.
     assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in launched.text) == (at.tensor > 1 and at.zero < 2)
     nodes = re.search(r"^torchrun --nproc-per-node (\d+) --nnodes (\d+) ", launched.text, re.MULTILINE)
@@ -179,6 +181,24 @@ MEGATRON_REFUSES: Final = [
     (job(load_model(DATA / "configs" / "phi-1.json"), "1f1b", data=8), "the model's side by side"),
     (job("mixtral-8x7b", "1f1b", data=4, expert=8), "experts over 8 GPUs do not divide tensor 1 x data 4"),
 ]  # fmt: skip
+
+
+def test_megatrons_moments_in_16_bits_are_sharded() -> None:
+    plan = JOBS["llama-uneven"]
+    plan = replace(plan, training=replace(plan.training, optimizer="adam-bf16"))
+    with pytest.raises(InputError, match=r"its Adam keeps moments in 16 bits only where they are sharded"):
+        megatron.launch(plan)
+    args = arguments(megatron.launch(replace(plan, layout=replace(plan.layout, zero=1))).text)  # type: ignore[type-var]
+    assert args.use_precision_aware_optimizer
+    assert args.use_distributed_optimizer
+
+
+def test_what_megatron_leaves_to_the_user() -> None:
+    """The plan knows neither the rotary base nor the router's ways; both are Megatron-LM's defaults unless given."""
+    for name, rotary, router in (("llama-dense", True, False), ("mixtral", True, True), ("gpt3", False, False)):
+        notes = " ".join(megatron.launch(JOBS[name]).notes)
+        assert ("--rotary-" in notes) == rotary
+        assert ("--moe-router-" in notes) == router
 
 
 @pytest.mark.parametrize(("plan", "reason"), MEGATRON_REFUSES, ids=[reason[:50] for _, reason in MEGATRON_REFUSES])

@@ -19,7 +19,7 @@ SCHEDULES: Final = ("1f1b", "interleaved-1f1b")
 
 def refusal(job: Job) -> str | None:
     """Why Megatron-LM cannot run the job as it is planned; None where it can."""
-    return _schedule_refusal(job) or _layout_refusal(job) or _model_refusal(job)
+    return _schedule_refusal(job) or _layout_refusal(job) or _model_refusal(job) or _optimizer_refusal(job)
 
 
 def _schedule_refusal(job: Job) -> str | None:
@@ -70,6 +70,12 @@ def _model_refusal(job: Job) -> str | None:
     return None
 
 
+def _optimizer_refusal(job: Job) -> str | None:
+    if job.training.optimizer == "adam-bf16" and job.layout.zero == 0:
+        return "its Adam keeps moments in 16 bits only where they are sharded; plan with ZeRO 1, or with adam"
+    return None
+
+
 def launch(job: Job) -> Launch:
     """The command that runs the job. Raises InputError with the reason where Megatron-LM cannot (see `refusal`)."""
     refuse(FRAMEWORK, job, refusal(job))
@@ -105,6 +111,9 @@ def _model(job: Job) -> Iterator[tuple[str, ...]]:
     if not model.tied:
         yield ("--untie-embeddings-and-output-weights",)
     yield "--vocab-size", str(model.vocabulary)
+    # Left out they are 0.1, and the plan's times and memory know of no masks.
+    yield "--attention-dropout", "0"
+    yield "--hidden-dropout", "0"
     if model.predicted:
         yield "--mtp-num-layers", str(model.predicted)
 
@@ -229,7 +238,9 @@ def layer_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
 
 def _notes(job: Job) -> Iterator[str]:
     yield "add what the plan does not decide: data, tokenizer, learning rate, checkpoints"
-    if any(layer.experts and layer.experts.groups > 1 for layer in job.model.layers):
+    if not job.model.positions:
+        yield "the rotary base and the norms' epsilon are the model's own: --rotary-... arguments, --norm-epsilon"
+    if any(layer.experts is not None for layer in job.model.layers):
         yield "the router's score function, scaling and balancing are the model's own: --moe-router-... arguments"
     padded = 128 * job.layout.tensor
     if job.model.vocabulary % padded:
