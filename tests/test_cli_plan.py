@@ -67,6 +67,23 @@ def test_json_holds_what_a_step_is_made_of(files: dict[str, str]) -> None:
     assert sum(data["plan"]["layout"]["layers"]) == 32
 
 
+def test_what_the_search_chose_was_not_asked_for(files: dict[str, str]) -> None:
+    assert json.loads(files["json"])["training"]["recompute"] == "none"  # SMALL asks for it
+    result = run("plan --model llama3-8b --cluster h100x8 --seq 2048 --global-batch 16 --pp 4 --dtype fp8 --json")
+    data = json.loads(result.out)
+    assert data["training"]["recompute"] is None
+    assert data["training"]["microbatch"] is None
+    assert data["plan"]["layout"]["recompute"] in ("none", "selective", "full")
+
+
+def test_figures_say_what_they_are_of(files: dict[str, str]) -> None:
+    assert "MFU" in files["md"]
+    assert "of the peak in bf16" not in files["md"]
+    assert "of the peak in bf16" in run(f"{SMALL} --dtype fp8").out
+    for part in ("optimiser ", "once a step "):
+        assert part in files["screen"]
+
+
 def test_the_html_page_loads_nothing(files: dict[str, str]) -> None:
     page = files["html"]
     assert page.startswith("<!doctype html>")
