@@ -92,6 +92,12 @@ def test_the_html_page_loads_nothing(files: dict[str, str]) -> None:
     assert "<svg" in page
 
 
+def test_the_timeline_names_a_file_that_plan_writes() -> None:
+    said = run(f"{SMALL} --schedule interleaved-1f1b").out
+    assert "shares are right, single ops are not; -o FILE.html draws all" in " ".join(said.split())
+    assert "FILE.svg" not in said
+
+
 def test_launch_files_stand_beside_the_page(tmp_path: Path) -> None:
     result = run(f"{SMALL} --schedule 1f1b --launch megatron -o {tmp_path}/plan.md")
     assert result.status == 0, result.err

@@ -113,7 +113,9 @@ def test_on_one_stage_chunks_are_no_alternative() -> None:
     assert found.best.layout.pipeline == 1
     scored = (*found.found.scored, *(one.plan for one in found.alternatives))
     assert {one.schedule for one in scored if one.layout.pipeline == 1} == {"1f1b"}
-    rows = dict(row[:2] for row in page(found)[0].table.rows)  # type: ignore[union-attr]
+    table = page(found)[0].table
+    assert table is not None
+    rows = {row[0]: row[1] for row in table.rows}
     assert rows["schedule"] == "1f1b, on one stage: no pipeline"
     assert rows["pipeline"].startswith("P = 1 rank, M = ")
 

@@ -70,7 +70,10 @@ def arguments(text: str) -> argparse.Namespace:
             parser.add_argument(name, action="store_true")
         else:
             parser.add_argument(
-                name, type={"int": int, "float": float}.get(rule["kind"], str), choices=rule.get("choices")
+                name,
+                type={"int": int, "float": float}.get(rule["kind"], str),
+                nargs=rule.get("nargs"),
+                choices=rule.get("choices"),
             )
     return parser.parse_args(command[command.index("pretrain_gpt.py") + 1 :])
 
@@ -191,6 +194,34 @@ def test_megatrons_moments_in_16_bits_are_sharded() -> None:
     args = arguments(megatron.launch(replace(plan, layout=replace(plan.layout, zero=1))).text)  # type: ignore[type-var]
     assert args.use_precision_aware_optimizer
     assert args.use_distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "notes"),
+    [
+        ("llama-dense", ["layernorm", "mlp"], ["whole dense MLPs"]),
+        ("mixtral", ["layernorm", "moe_act"], ["attention's input norm, which"]),
+        ("deepseek", ["layernorm", "moe_act", "mlp", "mla_up_proj"], ["whole dense MLPs", "of shared experts'"]),
+    ],
+)
+def test_megatrons_selective_recomputation_is_the_plans_as_far_as_it_goes(
+    name: str, modules: list[str], notes: list[str]
+) -> None:
+    """Unnamed, it would be attention's core, of which fused attention keeps nothing; and its fp8 by delayed scaling
+    refuses norms."""
+    plan = JOBS[name]
+    plan = replace(
+        plan,
+        layout=replace(plan.layout, recompute="selective"),  # type: ignore[type-var]
+        training=replace(plan.training, dtype="fp8"),
+    )
+    launched = megatron.launch(plan)
+    args = arguments(launched.text)
+    assert (args.recompute_granularity, args.recompute_modules) == ("selective", modules)
+    assert (args.fp8_format, args.fp8_recipe) == ("hybrid", "tensorwise")
+    said = [note for note in launched.notes if note.startswith("Megatron-LM makes") or "recomputes" in note]
+    assert len(said) == len(notes)
+    assert all(part in note for part, note in zip(notes, said, strict=True)), said
 
 
 def test_what_megatron_leaves_to_the_user() -> None:

@@ -117,7 +117,7 @@ def _picture(plan: Plan) -> list[str]:
 
         return [
             "<h2>Timeline</h2>",
-            f'<div class="wide"><pre>{escape(drawn(timeline, 120, colour=False).plain)}</pre></div>',
+            f'<div class="wide"><pre>{escape(drawn(timeline, 120, colour=False, draws="").plain)}</pre></div>',
         ]
     from stageloom.render import svg
 

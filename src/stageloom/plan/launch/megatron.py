@@ -188,6 +188,8 @@ def _training(job: Job) -> Iterator[tuple[str, ...]]:
     yield ("--fp16",) if training.dtype == "fp16" else ("--bf16",)
     if training.dtype == "fp8":
         yield "--fp8-format", "hybrid"
+        # Of its recipes the default, delayed scaling, does not go together with selective recomputation.
+        yield "--fp8-recipe", "tensorwise"
     yield "--optimizer", "sgd" if training.optimizer == "sgd" else "adam"
     if training.optimizer == "adam-bf16":
         yield ("--use-precision-aware-optimizer",)
@@ -221,9 +223,21 @@ def _parallel(job: Job) -> Iterator[tuple[str, ...]]:
     recompute = at.recompute if isinstance(at.recompute, str) else at.recompute[0]
     if recompute != "none":
         yield "--recompute-granularity", recompute
+    if recompute == "selective":
+        yield "--recompute-modules", *_modules(job)
     if recompute == "full":
         yield "--recompute-method", "uniform"
         yield "--recompute-num-layers", "1"
+
+
+def _modules(job: Job) -> list[str]:
+    """What it has of the plan's selective recomputation: outputs of norms and of activations, and the queries, keys
+    and values of latent attention. Left out, it is attention's core, which fused attention makes again anyway."""
+    layers = job.model.layers
+    found = ["layernorm"]
+    found += ["moe_act"] * any(layer.experts is not None for layer in layers)
+    found += ["mlp"] * any(layer.mlp is not None for layer in layers)
+    return found + ["mla_up_proj"] * (layers[0].attention.latent is not None)
 
 
 def layer_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
@@ -247,5 +261,24 @@ def _notes(job: Job) -> Iterator[str]:
         yield f"Megatron-LM pads the vocabulary to a multiple of {padded}"
     if job.layout.zero > 1:
         yield "ZeRO stages 2 and 3 are Megatron-FSDP, which wants CUDA_DEVICE_MAX_CONNECTIONS unset"
+    yield from _recompute_notes(job)
     if job.training.communication_share:
         yield "the share of multiprocessors for all-to-alls is for the dispatcher to set (DeepEP, say)"
+
+
+def _recompute_notes(job: Job) -> Iterator[str]:
+    recompute = job.layout.recompute if isinstance(job.layout.recompute, str) else job.layout.recompute[0]
+    if recompute != "selective":
+        return
+    layers = job.model.layers
+    if any(layer.mlp is not None for layer in layers):
+        yield (
+            "Megatron-LM makes whole dense MLPs again, not the outputs of their activations alone: less memory than "
+            "planned, and more time"
+        )
+    sparse = next((layer for layer in layers if layer.experts is not None), None)
+    if sparse is not None and sparse.experts is not None:
+        kept = ["attention's input norm"] * (sparse.attention.latent is None)
+        kept += ["shared experts' activations"] * (sparse.experts.shared > 0)
+        if kept:
+            yield f"Megatron-LM keeps outputs of {' and '.join(kept)}, which the plan recomputes: leave memory for them"
