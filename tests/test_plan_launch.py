@@ -63,7 +63,7 @@ JOBS: Final = {
 
 def arguments(text: str) -> argparse.Namespace:
     """What Megatron-LM's parser would make of the command: the names, kinds and choices are those of its own parser."""
-    command = shlex.split(text.replace("\\\n", " "))
+    command = shlex.split(text.replace("\\\n", " "), comments=True)
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for name, rule in NAMES.items():
         if rule["kind"] == "flag":
@@ -163,6 +163,7 @@ def test_megatrons_arguments_say_the_plan(name: str) -> None:
     # Megatron-LM's own default is 0.1, and plans know of no dropout.
     assert (args.attention_dropout, args.hidden_dropout) == (0.0, 0.0)
     # Megatron-LM refuses tensor parallelism without it, and its FSDP with it.
+    assert launched.text.startswith("".join(f"# {note}\n" for note in launched.notes))
     assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in launched.text) == (at.tensor > 1 and at.zero < 2)
     nodes = re.search(r"^torchrun --nproc-per-node (\d+) --nnodes (\d+) ", launched.text, re.MULTILINE)
     assert nodes is not None
@@ -182,6 +183,7 @@ MEGATRON_REFUSES: Final = [
     (job("llama3-8b", "1f1b", data=8, recompute=("full",) * 16 + ("none",) * 16), "it recomputes all layers alike"),
     (job(load_model(DATA / "configs" / "gpt-neox-20b.json"), "1f1b", pipeline=4, data=2), "the model's side by side"),
     (job(load_model(DATA / "configs" / "phi-1.json"), "1f1b", data=8), "the model's side by side"),
+    (job("mixtral-8x7b", "1f1b", tensor=2, data=4, sequence_parallel=False), "with experts its tensor parallelism is"),
     (job("mixtral-8x7b", "1f1b", data=4, expert=8), "experts over 8 GPUs do not divide tensor 1 x data 4"),
 ]  # fmt: skip
 
@@ -230,6 +232,8 @@ def test_what_megatron_leaves_to_the_user() -> None:
         notes = " ".join(megatron.launch(JOBS[name]).notes)
         assert ("--rotary-" in notes) == rotary
         assert ("--moe-router-" in notes) == router
+        assert ("--rdzv-endpoint" in notes) == (JOBS[name].cluster.nodes > 1)
+    assert "--rdzv-endpoint" not in " ".join(megatron.launch(JOBS["llama-alone"]).notes)
 
 
 @pytest.mark.parametrize(("plan", "reason"), MEGATRON_REFUSES, ids=[reason[:50] for _, reason in MEGATRON_REFUSES])
@@ -251,7 +255,9 @@ TITAN: Final = {
 @pytest.mark.parametrize("name", TITAN)
 def test_torchtitans_toml_says_the_plan(name: str) -> None:
     plan = TITAN[name]
-    at, tables = plan.layout, tomllib.loads(torchtitan.launch(plan).text)
+    launched = torchtitan.launch(plan)
+    assert all(f"\n# {note}\n" in launched.text for note in launched.notes)
+    at, tables = plan.layout, tomllib.loads(launched.text)
     for table, values in tables.items():
         assert set(values) <= set(KEYS[table]), f"[{table}] has keys that torchtitan does not know"
     degrees = tables["parallelism"]

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Final
 
-from stageloom.plan.launch.job import Job, Launch, refuse
+from stageloom.plan.launch.job import Job, Launch, comments, refuse
 from stageloom.plan.model import Attention, Experts, Layer
 
 FRAMEWORK: Final = "Megatron-LM"
@@ -42,6 +42,8 @@ def _layout_refusal(job: Job) -> str | None:
         return "it recomputes all layers alike, and the plan some of them"
     if at.tensor * at.data % at.expert:
         return f"experts over {at.expert} GPUs do not divide tensor {at.tensor} x data {at.data}"
+    if at.tensor > 1 and not at.sequence_parallel and any(layer.experts is not None for layer in job.model.layers):
+        return "with experts its tensor parallelism is sequence parallel always"
     if at.chunks > 1 and at.pipeline == 1:
         return f"it cuts a rank's layers into chunks only in a pipeline, and here are {at.chunks} chunks on one rank"
     return None
@@ -82,7 +84,9 @@ def launch(job: Job) -> Launch:
     nodes, per_node = job.cluster.nodes, job.cluster.gpus_per_node
     lines = [f"torchrun --nproc-per-node {per_node} --nnodes {nodes} pretrain_gpt.py"]
     lines += [" ".join(shlex.quote(word) for word in words) for words in arguments(job)]
-    return Launch(FRAMEWORK, "megatron.sh", _environment(job) + " \\\n    ".join(lines) + "\n", tuple(_notes(job)))
+    notes = tuple(_notes(job))
+    text = comments(notes) + _environment(job) + " \\\n    ".join(lines) + "\n"
+    return Launch(FRAMEWORK, "megatron.sh", text, notes)
 
 
 def _environment(job: Job) -> str:
@@ -252,6 +256,8 @@ def layer_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
 
 def _notes(job: Job) -> Iterator[str]:
     yield "add what the plan does not decide: data, tokenizer, learning rate, checkpoints"
+    if job.cluster.nodes > 1:
+        yield "tell torchrun on each node where to meet: --rdzv-backend, --rdzv-endpoint, or --node-rank, --master-addr"
     if not job.model.positions:
         yield "the rotary base and the norms' epsilon are the model's own: --rotary-... arguments, --norm-epsilon"
     if any(layer.experts is not None for layer in job.model.layers):
