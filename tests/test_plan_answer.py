@@ -164,10 +164,13 @@ def test_a_model_that_fits_one_gpu_is_sent_to_data_parallelism() -> None:
     found = refused(gpt(1024, 16, 8), "h100x8", Training(1024, 64))
     assert found.reason == "one GPU"
     assert "data parallelism over 8 GPUs" in str(found)
+    assert " GB with ZeRO 1 over 8 GPUs), so it needs" in str(found)
     assert "give --pp" in str(found)
+    assert "ZeRO" not in str(refused(gpt(1024, 16, 8), "h100x8", Training(1024, 64, zero=0)))
     alone = str(refused(gpt(1024, 16, 8), "h100x1", Training(1024, 64)))
     assert "needs no pipeline: with micro-batches of" in alone
     assert "--pp" not in alone
+    assert "ZeRO" not in alone
     asked = plan(gpt(1024, 16, 8), load_cluster("h100x8"), Training(1024, 64), Space(pipeline=2))
     assert asked.best.layout.pipeline == 2
 
@@ -177,6 +180,23 @@ def test_what_is_missing_where_nothing_fits_and_the_nearest_that_would() -> None
     assert found.reason == "memory"
     assert "GB are missing; nearest that would fit: 16 such GPUs" in str(found)
     assert plan(load_model("llama3-70b"), load_cluster("h100x16"), Training(4096, 64), Space()).best.fits
+
+
+def test_recomputation_that_was_ruled_out_is_nearer_than_more_gpus() -> None:
+    space = Space(tensor=4, pipeline=4, recompute=("none",))
+    found = refused(load_model("llama3-70b"), "h100x16", Training(4096, 64), space)
+    assert str(found).endswith("nearest that would fit: recompute full")
+
+
+def test_the_chosen_schedule_is_in_its_layouts_table_as_it_was_chosen() -> None:
+    """With chunks that would be faster and do not fit, it is still the plan that the table shows."""
+    found = answered()
+    other = replace(found.best, fits=False, seconds=0.9 * found.best.seconds, memory=2 * found.best.memory)
+    sections = page(replace(found, same_layout=(other, *found.same_layout)))
+    table = next(section.table for section in sections if section.title == "Every schedule in this layout")
+    assert table is not None
+    rows = [row for row in table.rows if row[0] == found.best.schedule]
+    assert [(row[2], row[5]) for row in rows] == [("+0.0 %", "yes")]
 
 
 def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can() -> None:

@@ -113,7 +113,7 @@ def plan(
     best = found.best
     at = best.layout
     if space.pipeline is None and (at.tensor, at.pipeline, at.expert) == (1, 1, 1):
-        raise _one_gpu(model, cluster, best)
+        raise _one_gpu(model, cluster, training, best)
     return _explained(setup, space, found)
 
 
@@ -168,14 +168,16 @@ def _replication(setup: Setup, best: Scored) -> Replication | None:
     return replication(setup.model, setup.cluster, setup.training, best.layout, setup.constants, setup.software)
 
 
-def _one_gpu(model: Model, cluster: Cluster, best: Scored) -> Refusal:
+def _one_gpu(model: Model, cluster: Cluster, training: Training, best: Scored) -> Refusal:
     one = cluster.gpus == 1
+    shared = "" if one or not training.zero else f" with ZeRO {training.zero} over {cluster.gpus:,} GPUs"
+    limit = f"{cluster.gpu.memory / 1e9:.1f} GB"
     how = "no pipeline" if one else f"no pipeline: data parallelism over {cluster.gpus:,} GPUs"
     recompute = "" if best.layout.recompute == "none" else f", recompute {best.layout.recompute},"
     slower = "" if one else ", and no pipeline is faster; give --pp to plan one all the same"
     return Refusal(
         "one GPU",
-        f"{model.name} fits one {cluster.gpu.name} ({best.memory / 1e9:.1f} of {cluster.gpu.memory / 1e9:.1f} GB), so "
-        f"it needs {how}{':' if one else ''} with micro-batches of {best.layout.microbatch}{recompute} a step takes "
+        f"{model.name} fits one {cluster.gpu.name} ({best.memory / 1e9:.1f} of {limit}{shared}), "
+        f"so it needs {how}{':' if one else ''} with micro-batches of {best.layout.microbatch}{recompute} a step takes "
         f"{best.seconds:.4g} s (MFU {100 * best.mfu:.1f} %){slower}",
     )

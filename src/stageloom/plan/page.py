@@ -145,18 +145,16 @@ def parts(rank: RankMemory) -> dict[str, float]:
 
 
 def _baseline(plan: Plan) -> Section:
-    shown = [one for one in plan.same_layout if one.schedule == plan.best.schedule or one.schedule == "1f1b"]
-    shown += [one for one in plan.same_layout if one not in shown]
-    seen: set[str] = set()
-    rows: list[tuple[str, ...]] = []
-    for one in sorted(shown, key=lambda each: each.place):
-        if one.schedule in seen:
-            continue
-        seen.add(one.schedule)
-        rows.append((
+    shown: dict[str, Scored] = {}
+    for one in sorted(plan.same_layout, key=lambda each: (not each.fits, each.place)):
+        shown.setdefault(one.schedule, one)
+    rows = [
+        (
             one.schedule, f"{one.seconds:.4g} s", f"{100 * (one.seconds / plan.best.seconds - 1):+.1f} %",
             share(one.bubble), gigabytes(one.memory), "yes" if one.fits else "no",
-        ))  # fmt: skip
+        )
+        for one in sorted(shown.values(), key=lambda each: each.place)
+    ]  # fmt: skip
     lines: list[str] = []
     other = plan.baseline_best
     if other is not None and plan.best.form.name != "1f1b":
