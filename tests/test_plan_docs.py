@@ -64,11 +64,12 @@ def test_every_key_and_flag_of_the_job_is_explained() -> None:
 def test_every_figure_is_explained(planned: tuple[Path, Result]) -> None:
     data = json.loads(planned[1].out)
     named([key for key in data if key != "plan"])
-    named([STEP_PARTS.get(part, part) for part in data["plan"]["parts"]])
+    parts: list[str] = list(data["plan"]["parts"])
+    named([STEP_PARTS.get(part, part) for part in parts])
     words = "plan --model llama3-8b --cluster h100x8 --seq 2048 --global-batch 16 --pp 4"
     screen = stageloom(*words.split()).out
-    parts = screen.split("\n\n")
-    for title in (part.splitlines()[0] for part in parts[1:-1]):
+    sections = screen.split("\n\n")
+    for title in (part.splitlines()[0] for part in sections[1:-1]):
         assert f"**{title.split(',')[0]}**" in TEXT, title
-    rows = [line.split("  ")[0] for line in parts[1].splitlines()[1:]]
+    rows = [line.split("  ")[0] for line in sections[1].splitlines()[1:]]
     named([row for row in rows if row not in ("schedule", "pipeline", "parallel", "recompute", "memory")])
