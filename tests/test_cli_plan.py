@@ -67,12 +67,35 @@ def test_json_holds_what_a_step_is_made_of(files: dict[str, str]) -> None:
     assert sum(data["plan"]["layout"]["layers"]) == 32
 
 
+def test_what_the_search_chose_was_not_asked_for(files: dict[str, str]) -> None:
+    assert json.loads(files["json"])["training"]["recompute"] == "none"  # SMALL asks for it
+    result = run("plan --model llama3-8b --cluster h100x8 --seq 2048 --global-batch 16 --pp 4 --dtype fp8 --json")
+    data = json.loads(result.out)
+    assert data["training"]["recompute"] is None
+    assert data["training"]["microbatch"] is None
+    assert data["plan"]["layout"]["recompute"] in ("none", "selective", "full")
+
+
+def test_figures_say_what_they_are_of(files: dict[str, str]) -> None:
+    assert "MFU" in files["md"]
+    assert "of the peak in bf16" not in files["md"]
+    assert "of the peak in bf16" in run(f"{SMALL} --dtype fp8").out
+    for part in ("optimiser ", "once a step "):
+        assert part in files["screen"]
+
+
 def test_the_html_page_loads_nothing(files: dict[str, str]) -> None:
     page = files["html"]
     assert page.startswith("<!doctype html>")
     assert page.rstrip().endswith("</html>")
     assert not re.search(r"<script|<link|<img|src=|url\(|@import", page)
     assert "<svg" in page
+
+
+def test_the_timeline_names_a_file_that_plan_writes() -> None:
+    said = run(f"{SMALL} --schedule interleaved-1f1b").out
+    assert "shares are right, single ops are not; -o FILE.html draws all" in " ".join(said.split())
+    assert "FILE.svg" not in said
 
 
 def test_launch_files_stand_beside_the_page(tmp_path: Path) -> None:
@@ -86,6 +109,18 @@ def test_launch_files_stand_beside_the_page(tmp_path: Path) -> None:
     result = run(f"{SMALL} --schedule zb-v --launch torchtitan -o {tmp_path}/plan.md")
     assert result.status == 0, result.err
     assert 'pipeline_parallel_schedule = "ZBVZeroBubble"' in (tmp_path / "torchtitan.toml").read_text()
+
+
+def test_another_schedule_is_advised_only_where_the_schedule_is_why() -> None:
+    neox = Path(__file__).parent / "data" / "plan" / "configs" / "gpt-neox-20b.json"
+    words = "--cluster a100-80gx8 --seq 2048 --global-batch 16 --pp 4 --microbatch 1 --launch megatron"
+    result = run(f"plan --model {neox} {words} --schedule 1f1b")
+    assert result.status == 2
+    assert "the model's side by side" in result.err
+    assert "--schedule" not in result.err
+    result = run(f"{SMALL} --schedule zb-v --launch megatron")
+    assert result.status == 2
+    assert result.err.rstrip().endswith("plan for what it runs with --schedule 1f1b --schedule interleaved-1f1b")
 
 
 def test_a_profile_replaces_the_models_costs(tmp_path: Path) -> None:

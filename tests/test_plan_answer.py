@@ -12,8 +12,12 @@ from stageloom.errors import InputError
 from stageloom.plan import Model, Training, gpt, load_cluster, load_model
 from stageloom.plan.alternatives import cut_of
 from stageloom.plan.answer import Plan, plan
+from stageloom.plan.cluster import Cluster
+from stageloom.plan.floors import set_up
 from stageloom.plan.layout import Layout, spread
+from stageloom.plan.page import page
 from stageloom.plan.replicas import replication
+from stageloom.plan.rollback import rollback
 from stageloom.plan.search import search
 from stageloom.plan.space import Refusal, Space
 
@@ -61,6 +65,61 @@ def test_the_rollback_is_where_the_simpler_schedule_is_as_fast() -> None:
         assert trigger <= expected <= 1
 
 
+def test_a_schedule_close_in_another_layout_is_still_one_to_go_back_to_in_this() -> None:
+    found = answered()
+    best, plain = found.best, found.baseline
+    assert plain is not None
+    assert plain.form.complexity < best.form.complexity
+    far = replace(plain, fits=True, seconds=1.1 * best.seconds)
+    close = replace(far, seconds=1.01 * best.seconds, layout=replace(far.layout, tensor=2, data=2))
+    slow = next(one for one in found.same_layout if one.form.chunks > 1 and not one.form.split and not one.form.paired)
+    slow = replace(slow, fits=True, seconds=1.3 * best.seconds)
+    setup = set_up(found.model, found.cluster, found.training)
+    back = rollback(setup, best, found.prediction, (far, close, slow))
+    assert back is not None
+    assert back.to is far
+    assert back.equal is close
+    said = " ".join(line for section in page(replace(found, rollback=back)) for line in section.lines)
+    assert "begin with it unless the plan's schedule costs nothing to set up, and then go back to this one." in said
+
+
+def test_a_rule_broken_on_request_has_no_gain_to_show() -> None:
+    model, cluster = gpt(2048, 16, 8), load_cluster("h100x8")
+    found = plan(model, cluster, Training(1024, 64), Space(pipeline=4, microbatch=4, recompute=("full",)))
+    texts = [one.text for one in found.disagreements if one.slower is not None and one.slower < 0]
+    assert any("here recomputing full; " in text for text in texts)
+    assert all("which makes room" not in text and "closer to the peak" not in text for text in texts)
+
+
+def test_recomputing_what_does_not_fit_otherwise_breaks_no_rule() -> None:
+    found = plan(load_model("llama3-70b"), load_cluster("h100x16"), Training(4096, 64), Space(tensor=4, pipeline=4))
+    assert found.best.layout.recompute == "full"
+    assert not [one.text for one in found.disagreements if one.rule.startswith("recompute")]
+
+
+def test_a_mixed_cluster_says_what_its_gpus_count_as() -> None:
+    fast, slow = load_cluster("h100x8"), load_cluster("a100-80gx8")
+    mixed = Cluster("mixed", (*fast.groups, *slow.groups))
+    found = plan(gpt(2048, 16, 8), mixed, Training(1024, 64), Space(pipeline=2, recompute=("none",)))
+    lines = [line for section in page(found) for line in section.lines if line.startswith("Nodes: ")]
+    assert len(lines) == 1
+    assert "85.5 GB, 312 TFLOP/s in bf16" in lines[0]
+    assert answered().mixed is None
+
+
+def test_on_one_stage_chunks_are_no_alternative() -> None:
+    names = ("1f1b", "interleaved-1f1b")
+    found = plan(gpt(2048, 16, 8), load_cluster("h100x8"), Training(1024, 64), Space(tensor=2, schedules=names))
+    assert found.best.layout.pipeline == 1
+    scored = (*found.found.scored, *(one.plan for one in found.alternatives))
+    assert {one.schedule for one in scored if one.layout.pipeline == 1} == {"1f1b"}
+    table = page(found)[0].table
+    assert table is not None
+    rows = {row[0]: row[1] for row in table.rows}
+    assert rows["schedule"] == "1f1b, on one stage: no pipeline"
+    assert rows["pipeline"].startswith("P = 1 rank, M = ")
+
+
 def test_an_expert_heavy_model_gets_pairs_and_a_dense_one_does_not() -> None:
     """By the numbers: with all-to-alls over the network to hide, overlapped pairs win; a dense model that is as tight
     in memory has nothing to hide, and a second replica or a pair's memory is not worth it."""
@@ -105,6 +164,13 @@ def test_a_model_that_fits_one_gpu_is_sent_to_data_parallelism() -> None:
     found = refused(gpt(1024, 16, 8), "h100x8", Training(1024, 64))
     assert found.reason == "one GPU"
     assert "data parallelism over 8 GPUs" in str(found)
+    assert " GB with ZeRO 1 over 8 GPUs), so it needs" in str(found)
+    assert "give --pp" in str(found)
+    assert "ZeRO" not in str(refused(gpt(1024, 16, 8), "h100x8", Training(1024, 64, zero=0)))
+    alone = str(refused(gpt(1024, 16, 8), "h100x1", Training(1024, 64)))
+    assert "needs no pipeline: with micro-batches of" in alone
+    assert "--pp" not in alone
+    assert "ZeRO" not in alone
     asked = plan(gpt(1024, 16, 8), load_cluster("h100x8"), Training(1024, 64), Space(pipeline=2))
     assert asked.best.layout.pipeline == 2
 
@@ -114,6 +180,23 @@ def test_what_is_missing_where_nothing_fits_and_the_nearest_that_would() -> None
     assert found.reason == "memory"
     assert "GB are missing; nearest that would fit: 16 such GPUs" in str(found)
     assert plan(load_model("llama3-70b"), load_cluster("h100x16"), Training(4096, 64), Space()).best.fits
+
+
+def test_recomputation_that_was_ruled_out_is_nearer_than_more_gpus() -> None:
+    space = Space(tensor=4, pipeline=4, recompute=("none",))
+    found = refused(load_model("llama3-70b"), "h100x16", Training(4096, 64), space)
+    assert str(found).endswith("nearest that would fit: recompute full")
+
+
+def test_the_chosen_schedule_is_in_its_layouts_table_as_it_was_chosen() -> None:
+    """With chunks that would be faster and do not fit, it is still the plan that the table shows."""
+    found = answered()
+    other = replace(found.best, fits=False, seconds=0.9 * found.best.seconds, memory=2 * found.best.memory)
+    sections = page(replace(found, same_layout=(other, *found.same_layout)))
+    table = next(section.table for section in sections if section.title == "Every schedule in this layout")
+    assert table is not None
+    rows = [row for row in table.rows if row[0] == found.best.schedule]
+    assert [(row[2], row[5]) for row in rows] == [("+0.0 %", "yes")]
 
 
 def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can() -> None:

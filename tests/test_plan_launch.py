@@ -63,14 +63,17 @@ JOBS: Final = {
 
 def arguments(text: str) -> argparse.Namespace:
     """What Megatron-LM's parser would make of the command: the names, kinds and choices are those of its own parser."""
-    command = shlex.split(text.replace("\\\n", " "))
+    command = shlex.split(text.replace("\\\n", " "), comments=True)
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for name, rule in NAMES.items():
         if rule["kind"] == "flag":
             parser.add_argument(name, action="store_true")
         else:
             parser.add_argument(
-                name, type={"int": int, "float": float}.get(rule["kind"], str), choices=rule.get("choices")
+                name,
+                type={"int": int, "float": float}.get(rule["kind"], str),
+                nargs=rule.get("nargs"),
+                choices=rule.get("choices"),
             )
     return parser.parse_args(command[command.index("pretrain_gpt.py") + 1 :])
 
@@ -157,7 +160,10 @@ def test_megatrons_arguments_say_the_plan(name: str) -> None:
     assert model.layers == plan.model.layers
     assert total_parameters(model) == total_parameters(plan.model)
     assert (model.tied, model.predicted) == (plan.model.tied, plan.model.predicted)
+    # Megatron-LM's own default is 0.1, and plans know of no dropout.
+    assert (args.attention_dropout, args.hidden_dropout) == (0.0, 0.0)
     # Megatron-LM refuses tensor parallelism without it, and its FSDP with it.
+    assert launched.text.startswith("".join(f"# {note}\n" for note in launched.notes))
     assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in launched.text) == (at.tensor > 1 and at.zero < 2)
     nodes = re.search(r"^torchrun --nproc-per-node (\d+) --nnodes (\d+) ", launched.text, re.MULTILINE)
     assert nodes is not None
@@ -177,8 +183,57 @@ MEGATRON_REFUSES: Final = [
     (job("llama3-8b", "1f1b", data=8, recompute=("full",) * 16 + ("none",) * 16), "it recomputes all layers alike"),
     (job(load_model(DATA / "configs" / "gpt-neox-20b.json"), "1f1b", pipeline=4, data=2), "the model's side by side"),
     (job(load_model(DATA / "configs" / "phi-1.json"), "1f1b", data=8), "the model's side by side"),
+    (job("mixtral-8x7b", "1f1b", tensor=2, data=4, sequence_parallel=False), "with experts its tensor parallelism is"),
     (job("mixtral-8x7b", "1f1b", data=4, expert=8), "experts over 8 GPUs do not divide tensor 1 x data 4"),
 ]  # fmt: skip
+
+
+def test_megatrons_moments_in_16_bits_are_sharded() -> None:
+    plan = JOBS["llama-uneven"]
+    plan = replace(plan, training=replace(plan.training, optimizer="adam-bf16"))
+    with pytest.raises(InputError, match=r"its Adam keeps moments in 16 bits only where they are sharded"):
+        megatron.launch(plan)
+    args = arguments(megatron.launch(replace(plan, layout=replace(plan.layout, zero=1))).text)  # type: ignore[type-var]
+    assert args.use_precision_aware_optimizer
+    assert args.use_distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "notes"),
+    [
+        ("llama-dense", ["layernorm", "mlp"], ["whole dense MLPs"]),
+        ("mixtral", ["layernorm", "moe_act"], ["attention's input norm, which"]),
+        ("deepseek", ["layernorm", "moe_act", "mlp", "mla_up_proj"], ["whole dense MLPs", "of shared experts'"]),
+    ],
+)
+def test_megatrons_selective_recomputation_is_the_plans_as_far_as_it_goes(
+    name: str, modules: list[str], notes: list[str]
+) -> None:
+    """Unnamed, it would be attention's core, of which fused attention keeps nothing; and its fp8 by delayed scaling
+    refuses norms."""
+    plan = JOBS[name]
+    plan = replace(
+        plan,
+        layout=replace(plan.layout, recompute="selective"),  # type: ignore[type-var]
+        training=replace(plan.training, dtype="fp8"),
+    )
+    launched = megatron.launch(plan)
+    args = arguments(launched.text)
+    assert (args.recompute_granularity, args.recompute_modules) == ("selective", modules)
+    assert (args.fp8_format, args.fp8_recipe) == ("hybrid", "tensorwise")
+    said = [note for note in launched.notes if note.startswith("Megatron-LM makes") or "recomputes" in note]
+    assert len(said) == len(notes)
+    assert all(part in note for part, note in zip(notes, said, strict=True)), said
+
+
+def test_what_megatron_leaves_to_the_user() -> None:
+    """The plan knows neither the rotary base nor the router's ways; both are Megatron-LM's defaults unless given."""
+    for name, rotary, router in (("llama-dense", True, False), ("mixtral", True, True), ("gpt3", False, False)):
+        notes = " ".join(megatron.launch(JOBS[name]).notes)
+        assert ("--rotary-" in notes) == rotary
+        assert ("--moe-router-" in notes) == router
+        assert ("--rdzv-endpoint" in notes) == (JOBS[name].cluster.nodes > 1)
+    assert "--rdzv-endpoint" not in " ".join(megatron.launch(JOBS["llama-alone"]).notes)
 
 
 @pytest.mark.parametrize(("plan", "reason"), MEGATRON_REFUSES, ids=[reason[:50] for _, reason in MEGATRON_REFUSES])
@@ -200,7 +255,9 @@ TITAN: Final = {
 @pytest.mark.parametrize("name", TITAN)
 def test_torchtitans_toml_says_the_plan(name: str) -> None:
     plan = TITAN[name]
-    at, tables = plan.layout, tomllib.loads(torchtitan.launch(plan).text)
+    launched = torchtitan.launch(plan)
+    assert all(f"\n# {note}\n" in launched.text for note in launched.notes)
+    at, tables = plan.layout, tomllib.loads(launched.text)
     for table, values in tables.items():
         assert set(values) <= set(KEYS[table]), f"[{table}] has keys that torchtitan does not know"
     degrees = tables["parallelism"]

@@ -25,12 +25,15 @@ def print_plan(plan: Plan, out: Console) -> None:
         _print_section(section, out)
     if plan.best.layout.pipeline > MOST_RANKS:
         return
+    from stageloom.plan.written import MOST_OPS
     from stageloom.render.text import timeline
 
     out.print()
     out.print(Text("Timeline", style="bold"))
     colour = out.color_system is not None and not out.no_color
-    out.print(timeline(plan.prediction.timeline, out.width, colour=colour), soft_wrap=True)
+    drawn = plan.prediction.timeline
+    draws = "-o FILE.html" if len(drawn.schedule) <= MOST_OPS else ""
+    out.print(timeline(drawn, out.width, colour=colour, draws=draws), soft_wrap=True)
 
 
 def _print_section(section: Section, out: Console) -> None:

@@ -38,7 +38,7 @@ def schedules_on(setup: Setup, cut: Cut, space: Space) -> tuple[Scored, ...]:
     tried = forms(space.schedules, chunk_counts(layers, cut.pipeline, space), asynchronous=space.asynchronous)
     tried += forms(("1f1b",), ())
     if cut.pipeline == 1:
-        tried = [form for form in tried if form.name == "1f1b" or form.paired]
+        tried = [form for form in tried if form.alone]
     found = (try_form(setup, cut, form) for form in dict.fromkeys(tried))
     return tuple(sorted((one for one in found if one is not None), key=lambda one: one.place))
 
@@ -64,7 +64,8 @@ def neighbours(setup: Setup, best: Scored, space: Space) -> tuple[Scored, ...]:
     if best.order is not None or setup.measured is not None:
         return ()
     allowed = set(cuts(setup.model, setup.cluster, setup.training, space))
-    found = (try_form(setup, cut, best.form) for cut in _near(cut_of(best), space) if cut in allowed)
+    near = (cut for cut in _near(cut_of(best), space) if cut in allowed and (cut.pipeline > 1 or best.form.alone))
+    found = (try_form(setup, cut, best.form) for cut in near)
     return tuple(sorted((one for one in found if one is not None), key=lambda one: one.place))
 
 

@@ -18,7 +18,7 @@ from stageloom.plan.alternatives import (
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants
 from stageloom.plan.floors import Setup, set_up
-from stageloom.plan.mesh import all_to_all, mesh
+from stageloom.plan.mesh import all_to_all, mesh, mixed_nodes
 from stageloom.plan.model import Model
 from stageloom.plan.predict import Prediction
 from stageloom.plan.replicas import Replication, replication
@@ -60,6 +60,7 @@ class Plan:
     replication: Replication | None
     rollback: Rollback | None
     mesh: str
+    mixed: str | None
     all_to_all: str | None
     found: Found
 
@@ -112,7 +113,7 @@ def plan(
     best = found.best
     at = best.layout
     if space.pipeline is None and (at.tensor, at.pipeline, at.expert) == (1, 1, 1):
-        raise _one_gpu(model, cluster, best)
+        raise _one_gpu(model, cluster, training, best)
     return _explained(setup, space, found)
 
 
@@ -142,6 +143,7 @@ def _explained(setup: Setup, space: Space, found: Found) -> Plan:
         replication=_replication(setup, best),
         rollback=rollback(setup, best, prediction, (*same, *([] if plain is None else [plain]))),
         mesh=mesh(best.layout, setup.cluster),
+        mixed=mixed_nodes(setup.cluster, training),
         all_to_all=all_to_all(setup.model, setup.cluster, training, best.layout),
         found=found,
     )
@@ -166,13 +168,16 @@ def _replication(setup: Setup, best: Scored) -> Replication | None:
     return replication(setup.model, setup.cluster, setup.training, best.layout, setup.constants, setup.software)
 
 
-def _one_gpu(model: Model, cluster: Cluster, best: Scored) -> Refusal:
-    data = f"{cluster.gpus:,} GPUs" if cluster.gpus > 1 else "it"
-    recompute = "" if best.layout.recompute == "none" else f", recompute {best.layout.recompute}"
+def _one_gpu(model: Model, cluster: Cluster, training: Training, best: Scored) -> Refusal:
+    one = cluster.gpus == 1
+    shared = "" if one or not training.zero else f" with ZeRO {training.zero} over {cluster.gpus:,} GPUs"
+    limit = f"{cluster.gpu.memory / 1e9:.1f} GB"
+    how = "no pipeline" if one else f"no pipeline: data parallelism over {cluster.gpus:,} GPUs"
+    recompute = "" if best.layout.recompute == "none" else f", recompute {best.layout.recompute},"
+    slower = "" if one else ", and no pipeline is faster; give --pp to plan one all the same"
     return Refusal(
         "one GPU",
-        f"{model.name} fits one {cluster.gpu.name} ({best.memory / 1e9:.1f} of {cluster.gpu.memory / 1e9:.1f} GB), so "
-        f"it needs no pipeline: data parallelism over {data} with micro-batches of {best.layout.microbatch}{recompute} "
-        f"takes {best.seconds:.4g} s a step (MFU {100 * best.mfu:.1f} %), and no pipeline is faster; give --pp to plan "
-        "one all the same",
+        f"{model.name} fits one {cluster.gpu.name} ({best.memory / 1e9:.1f} of {limit}{shared}), "
+        f"so it needs {how}{':' if one else ''} with micro-batches of {best.layout.microbatch}{recompute} a step takes "
+        f"{best.seconds:.4g} s (MFU {100 * best.mfu:.1f} %){slower}",
     )

@@ -54,6 +54,11 @@ class Form:
         chunks, in this order of weight."""
         return 8 * (self.paths > 1) + 4 * self.paired + 2 * self.split + (self.chunks > 1) + 16 * (not self.synchronous)
 
+    @property
+    def alone(self) -> bool:
+        """Whether it has a say on one rank: 1F1B, which is there what every order is, and what runs beside what."""
+        return self.paired or self.name == "1f1b"
+
     def placement(self, ranks: int) -> Placement:
         """Where its stages stand."""
         return _placement(self, ranks)

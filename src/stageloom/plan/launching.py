@@ -19,8 +19,10 @@ def launches(plan: Plan, framework: str) -> tuple[Launch, ...]:
     try:
         return _launches(plan, framework)
     except InputError as error:
-        able = RUN.get(framework)
-        hint = "" if able is None else f"; plan for what it runs with --schedule {' --schedule '.join(able)}"
+        able = RUN.get(framework, ())
+        hint = f"; plan for what it runs with --schedule {' --schedule '.join(able)}" if able else ""
+        if plan.best.form.name in able:  # the schedule is not what stands in the way
+            hint = ""
         raise InputError(f"{error}{hint}") from None
 
 

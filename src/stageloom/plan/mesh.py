@@ -25,6 +25,18 @@ def mesh(layout: Layout, cluster: Cluster) -> str:
     return text
 
 
+def mixed_nodes(cluster: Cluster, training: Training) -> str | None:
+    """What each GPU of a mixed cluster counts as; None where the nodes are equal."""
+    if not cluster.mixed:
+        return None
+    gpu = cluster.gpu
+    dtype = "bf16" if training.dtype == "fp8" else training.dtype
+    return (
+        f"they differ, and each GPU counts as the worst of them in every respect, as a step waits for the slowest: "
+        f"{gpu.memory / 1e9:.1f} GB, {gpu.peak[dtype] / 1e12:,.0f} TFLOP/s in {dtype} (MFU is of that)"
+    )
+
+
 def all_to_all(model: Model, cluster: Cluster, training: Training, layout: Layout) -> str | None:
     """The dispatch and combine that costs presume; None where there are no experts to reach."""
     experts = next((layer.experts for layer in reversed(model.layers) if layer.experts is not None), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from stageloom.plan.answer import Plan
 from stageloom.plan.memory import RankMemory
@@ -11,6 +12,9 @@ from stageloom.plan.score import Scored
 
 MOST_RANKS = 16
 """Of deeper pipelines the memory table shows the first and last ranks, and the fullest."""
+
+STEP_PARTS: Final = {"optimizer": "optimiser", "step": "once a step"}
+"""Parts of a step whose names say too little beside the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,16 @@ def title(plan: Plan) -> str:
 def _chosen(plan: Plan) -> Section:
     at, best = plan.best.layout, plan.best
     rows = [
-        ("schedule", best.schedule + (f", {at.chunks} chunks a rank" if at.chunks > 1 else "")),
-        ("pipeline", f"P = {at.pipeline} ranks, M = {best.microbatches} micro-batches of {at.microbatch}"),
+        ("schedule", best.schedule + (f", {at.chunks} chunks a rank" if at.chunks > 1 else "")
+         + (", on one stage: no pipeline" if at.pipeline * at.chunks == 1 else "")),
+        ("pipeline", f"P = {many(at.pipeline, 'rank')}, M = {many(best.microbatches, 'micro-batch', 'es')} of "
+         f"{at.microbatch}"),
         ("parallel", f"tensor {at.tensor} x pipeline {at.pipeline} x data {at.data}"
          + (f", experts over {at.expert}" if at.expert > 1 else "")),
         ("recompute", word(at.recompute)),
         ("layers", f"{runs(at.layers)}, by stage"),
-        ("step", f"{best.seconds:.4g} s, {best.tokens_per_second:,.0f} tokens/s, MFU {share(best.mfu)}"),
+        ("step", f"{best.seconds:.4g} s, {best.tokens_per_second:,.0f} tokens/s, MFU {share(best.mfu)}"
+         + (" of the peak in bf16" if plan.training.dtype == "fp8" else "")),
         ("bubble", f"{share(best.bubble)} of the pipeline"),
         ("exposed", f"{best.exposed:.3g} s of communication that nothing hides, {share(best.exposed / best.seconds)}"),
         ("memory", f"{gigabytes(best.memory)} of {gigabytes(plan.limit)} on the fullest GPU"),
@@ -88,7 +95,9 @@ def _saved(plan: Plan) -> str:
 def _step(plan: Plan) -> Section:
     parts = plan.prediction.parts
     parts = {key: value for key, value in parts.items() if value > 1e-6 * plan.best.seconds}
-    rows = tuple((key, f"{value:.3g} s", share(value / plan.best.seconds)) for key, value in parts.items())
+    rows = tuple(
+        (STEP_PARTS.get(key, key), f"{value:.3g} s", share(value / plan.best.seconds)) for key, value in parts.items()
+    )
     return Section(
         "Where the step goes, on the rank that is done last",
         table=Table(("part", "time", "share"), rows, bars=tuple(value / plan.best.seconds for value in parts.values())),
@@ -136,18 +145,16 @@ def parts(rank: RankMemory) -> dict[str, float]:
 
 
 def _baseline(plan: Plan) -> Section:
-    shown = [one for one in plan.same_layout if one.schedule == plan.best.schedule or one.schedule == "1f1b"]
-    shown += [one for one in plan.same_layout if one not in shown]
-    seen: set[str] = set()
-    rows: list[tuple[str, ...]] = []
-    for one in sorted(shown, key=lambda each: each.place):
-        if one.schedule in seen:
-            continue
-        seen.add(one.schedule)
-        rows.append((
+    shown: dict[str, Scored] = {}
+    for one in sorted(plan.same_layout, key=lambda each: (not each.fits, each.place)):
+        shown.setdefault(one.schedule, one)
+    rows = [
+        (
             one.schedule, f"{one.seconds:.4g} s", f"{100 * (one.seconds / plan.best.seconds - 1):+.1f} %",
             share(one.bubble), gigabytes(one.memory), "yes" if one.fits else "no",
-        ))  # fmt: skip
+        )
+        for one in sorted(shown.values(), key=lambda each: each.place)
+    ]  # fmt: skip
     lines: list[str] = []
     other = plan.baseline_best
     if other is not None and plan.best.form.name != "1f1b":
@@ -193,9 +200,11 @@ def _rollback(found: Rollback | None) -> Section:
         "By rank: " + " ".join(f"{100 * value:.1f}" for value in found.trigger) + " %.",
     ]
     if found.equal is not None:
+        better = found.equal.seconds < found.to.seconds and found.equal.form.complexity <= found.to.form.complexity
+        back = ", and then go back to this one" if better else ""
         lines.append(
             f"{found.equal.schedule} ({layout(found.equal)}, {found.equal.seconds:.4g} s) is simpler, and as good for "
-            "all that a prediction can tell: begin with it unless the plan's schedule costs nothing to set up."
+            f"all that a prediction can tell: begin with it unless the plan's schedule costs nothing to set up{back}."
         )
     if found.unpaired is not None:
         verdict = "slower than" if found.unpaired > found.seconds else "still faster than"
@@ -207,6 +216,8 @@ def _rollback(found: Rollback | None) -> Section:
 
 def _presumed(plan: Plan) -> Section:
     lines = [f"Mesh: {plan.mesh}."]
+    if plan.mixed:
+        lines.append(f"Nodes: {plan.mixed}.")
     if plan.all_to_all:
         lines.append(f"All-to-all: {plan.all_to_all}.")
     return Section("What is presumed", tuple(lines))
@@ -215,7 +226,9 @@ def _presumed(plan: Plan) -> Section:
 def _search(plan: Plan) -> Section:
     found = plan.found
     dropped = ", ".join(f"{count:,} {why}" for why, count in sorted(found.dropped.items()))
-    lines = [f"{found.cuts:,} layouts; {len(found.scored):,} candidates simulated; dropped: {dropped or 'none'}."]
+    lines = [
+        f"{many(found.cuts, 'layout')}; {many(len(found.scored), 'candidate')} simulated; dropped: {dropped or 'none'}."
+    ]
     points = ", ".join(f"{one.seconds:.4g} s at {gigabytes(one.memory)} ({one.schedule})" for one in found.front[:6])
     lines.append(f"Time against memory, within {share(found.slack)} of the best: {points}.")
     rows = tuple((one.what, one.reason) for one in found.by_layout[:8])
@@ -248,8 +261,12 @@ def word(recompute: str | tuple[str, ...]) -> str:
     return recompute if isinstance(recompute, str) else "by layer"
 
 
+def many(count: int, word: str, ending: str = "s") -> str:
+    return f"{count:,} {word}{'' if count == 1 else ending}"
+
+
 def share(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{round(100 * value, 1) + 0.0:.1f} %"  # no minus before a zero
 
 
 def gigabytes(value: float) -> str:

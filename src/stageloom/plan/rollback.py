@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stageloom.plan.alternatives import cut_of
 from stageloom.plan.floors import Setup
 from stageloom.plan.predict import Prediction
 from stageloom.plan.score import Scored, predicted
@@ -63,8 +64,8 @@ def rollback(setup: Setup, best: Scored, found: Prediction, others: Iterable[Sco
         return None
     close = [one for one in simpler if one.seconds < best.seconds * (1 + CLOSE)]
     # A trigger next to the plan itself would go off by chance.
-    names = {one.schedule for one in close}
-    to = min([one for one in simpler if one.schedule not in names] or simpler, key=lambda one: one.place)
+    near = {(one.schedule, cut_of(one)) for one in close}
+    to = min([one for one in simpler if (one.schedule, cut_of(one)) not in near] or simpler, key=lambda one: one.place)
     busy = busy_times(found.timeline)
     return Rollback(
         to=to,

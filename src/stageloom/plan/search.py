@@ -222,8 +222,8 @@ class _Run:
         if key not in self.forms:
             names, stale = self.space.schedules, self.space.asynchronous
             of_depth = [form for form in forms(names, counts, asynchronous=stale) if form.chunks * pipeline <= layers]
-            if pipeline == 1 and names is None:  # on one rank only what runs beside what can matter
-                of_depth = [form for form in of_depth if form.paired or form.name == "1f1b"]
+            if pipeline == 1 and any(form.name == "1f1b" for form in of_depth):
+                of_depth = [form for form in of_depth if form.alone]
             self.forms[key] = of_depth
         return self.forms[key]
 

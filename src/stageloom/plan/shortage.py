@@ -61,8 +61,10 @@ def _word(recompute: object) -> str:
 
 
 def _changes(setup: Setup, space: Space) -> Iterator[str]:
-    """Changes that make it fit, the smallest first: more sharding, then more GPUs."""
+    """Changes that make it fit, the smallest first: recomputation, more sharding, then more GPUs."""
     training = setup.training
+    if "full" not in space.recompute and _fits(setup, replace(space, recompute=("full",))):
+        yield "recompute full"
     for zero in range(training.zero + 1, 4):
         if _fits(replace(setup, training=replace(training, zero=zero)), space):
             yield f"ZeRO stage {zero}"

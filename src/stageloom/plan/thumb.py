@@ -14,13 +14,16 @@ from stageloom.plan.space import Space
 @dataclass(frozen=True, slots=True)
 class Rule:
     """says: the rule, and where it is from; keeps: whether a plan keeps it; applies: whether it has a say; found: what
-    a plan does instead; kept: the part of a space that keeps it, where that is a size."""
+    a plan does instead; kept: the part of a space that keeps it, where that is a size; gain: what breaking it is good
+    for, where it makes a plan faster; spares: it has no say where nothing that keeps it fits."""
 
     says: str
     applies: Callable[[Scored, Cluster], bool]
     keeps: Callable[[Scored, Cluster], bool]
     found: Callable[[Scored, Cluster], str]
     kept: Callable[[Space, Cluster], Space] | None = None
+    gain: str = ""
+    spares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +62,18 @@ RULES: Final = (
         "micro-batches of one sequence, for the smallest bubble",
         lambda one, on: one.layout.pipeline > 1,
         lambda one, on: one.layout.microbatch == 1,
-        lambda one, on: f"micro-batches of {one.layout.microbatch}, whose products run closer to the peak",
+        lambda one, on: f"micro-batches of {one.layout.microbatch}",
         lambda space, on: replace(space, microbatch=1),
+        gain=", whose products run closer to the peak",
     ),
     Rule(
         "recompute nothing where that is not needed to fit",
         lambda one, on: True,
         lambda one, on: one.layout.recompute == "none",
-        lambda one, on: f"recomputing {one.layout.recompute!s}, which makes room for what is faster",
+        lambda one, on: f"recomputing {_word(one)}",
         lambda space, on: replace(space, recompute=("none",)),
+        gain=", which makes room for what is faster",
+        spares=True,
     ),
 )
 
@@ -92,6 +98,10 @@ def disagreements(
             one = best_of(_part(rule.kept, cluster))
             keeping = [] if one is None else [one.seconds]
         slower = min(keeping) / best.seconds - 1 if keeping else None
+        if slower is None and rule.spares:
+            continue
+        # What is slower than keeping the rule was asked for, and is not there for any gain.
+        gain = rule.gain if slower is not None and slower >= 0 else ""
         if slower is not None:
             longer = f"{100 * slower:.1f} % longer"
             if slower < 0:
@@ -103,9 +113,13 @@ def disagreements(
                 if rule.kept
                 else "none that was simulated and fits keeps it"
             )
-        found.append(Disagreement(rule.says, slower, f"{rule.says}: here {rule.found(best, cluster)}; {cost}"))
+        found.append(Disagreement(rule.says, slower, f"{rule.says}: here {rule.found(best, cluster)}{gain}; {cost}"))
     found += _formula(best)
     return tuple(found)
+
+
+def _word(one: Scored) -> str:
+    return one.layout.recompute if isinstance(one.layout.recompute, str) else "some layers"
 
 
 def _part(kept: Callable[[Space, Cluster], Space], cluster: Cluster) -> Callable[[Space], Space]:

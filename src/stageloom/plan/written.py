@@ -117,7 +117,7 @@ def _picture(plan: Plan) -> list[str]:
 
         return [
             "<h2>Timeline</h2>",
-            f'<div class="wide"><pre>{escape(drawn(timeline, 120, colour=False).plain)}</pre></div>',
+            f'<div class="wide"><pre>{escape(drawn(timeline, 120, colour=False, draws="").plain)}</pre></div>',
         ]
     from stageloom.render import svg
 
@@ -131,7 +131,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "model": plan.model.name,
         "cluster": plan.cluster.name,
         "gpus": plan.cluster.gpus,
-        "training": asdict(plan.training),
+        "training": _training(plan),
         "plan": _scored(plan.best),
         "memory_limit": plan.limit,
         "memory_by_rank": [parts(rank) | {"total": rank.total} for rank in plan.prediction.memory],
@@ -159,6 +159,7 @@ def data(plan: Plan) -> dict[str, Any]:
             "equal": None if rollback.equal is None else _scored(rollback.equal),
         },
         "mesh": plan.mesh,
+        "mixed": plan.mixed,
         "all_to_all": plan.all_to_all,
         "front": [_scored(one) for one in plan.found.front],
         "search": {
@@ -170,6 +171,12 @@ def data(plan: Plan) -> dict[str, Any]:
             "by_schedule": {one.what: one.reason for one in plan.found.by_schedule},
         },
     }
+
+
+def _training(plan: Plan) -> dict[str, Any]:
+    """The job, null for what the search chose."""
+    chosen = {} if len(plan.space.recompute) == 1 else {"recompute": None}
+    return asdict(plan.training) | chosen
 
 
 def _scored(one: Scored) -> dict[str, Any]:

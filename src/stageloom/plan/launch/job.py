@@ -92,6 +92,11 @@ class Launch:
     notes: tuple[str, ...] = ()
 
 
+def comments(notes: tuple[str, ...]) -> str:
+    """Notes as the first lines of a file, so that they are still there when the screen is not."""
+    return "".join(f"# {note}\n" for note in notes)
+
+
 def refuse(framework: str, job: Job, reason: str | None) -> None:
     """Raise InputError where there is a reason why `framework` cannot run the job."""
     if reason is not None:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Final
 
-from stageloom.plan.launch.job import Job, Launch, refuse
+from stageloom.plan.launch.job import Job, Launch, comments, refuse
 from stageloom.plan.model import Attention, Experts, Layer
 
 FRAMEWORK: Final = "Megatron-LM"
@@ -19,7 +19,7 @@ SCHEDULES: Final = ("1f1b", "interleaved-1f1b")
 
 def refusal(job: Job) -> str | None:
     """Why Megatron-LM cannot run the job as it is planned; None where it can."""
-    return _schedule_refusal(job) or _layout_refusal(job) or _model_refusal(job)
+    return _schedule_refusal(job) or _layout_refusal(job) or _model_refusal(job) or _optimizer_refusal(job)
 
 
 def _schedule_refusal(job: Job) -> str | None:
@@ -42,6 +42,8 @@ def _layout_refusal(job: Job) -> str | None:
         return "it recomputes all layers alike, and the plan some of them"
     if at.tensor * at.data % at.expert:
         return f"experts over {at.expert} GPUs do not divide tensor {at.tensor} x data {at.data}"
+    if at.tensor > 1 and not at.sequence_parallel and any(layer.experts is not None for layer in job.model.layers):
+        return "with experts its tensor parallelism is sequence parallel always"
     if at.chunks > 1 and at.pipeline == 1:
         return f"it cuts a rank's layers into chunks only in a pipeline, and here are {at.chunks} chunks on one rank"
     return None
@@ -70,13 +72,21 @@ def _model_refusal(job: Job) -> str | None:
     return None
 
 
+def _optimizer_refusal(job: Job) -> str | None:
+    if job.training.optimizer == "adam-bf16" and job.layout.zero == 0:
+        return "its Adam keeps moments in 16 bits only where they are sharded; plan with ZeRO 1, or with adam"
+    return None
+
+
 def launch(job: Job) -> Launch:
     """The command that runs the job. Raises InputError with the reason where Megatron-LM cannot (see `refusal`)."""
     refuse(FRAMEWORK, job, refusal(job))
     nodes, per_node = job.cluster.nodes, job.cluster.gpus_per_node
     lines = [f"torchrun --nproc-per-node {per_node} --nnodes {nodes} pretrain_gpt.py"]
     lines += [" ".join(shlex.quote(word) for word in words) for words in arguments(job)]
-    return Launch(FRAMEWORK, "megatron.sh", _environment(job) + " \\\n    ".join(lines) + "\n", tuple(_notes(job)))
+    notes = tuple(_notes(job))
+    text = comments(notes) + _environment(job) + " \\\n    ".join(lines) + "\n"
+    return Launch(FRAMEWORK, "megatron.sh", text, notes)
 
 
 def _environment(job: Job) -> str:
@@ -105,6 +115,9 @@ def _model(job: Job) -> Iterator[tuple[str, ...]]:
     if not model.tied:
         yield ("--untie-embeddings-and-output-weights",)
     yield "--vocab-size", str(model.vocabulary)
+    # Left out they are 0.1, and the plan's times and memory know of no masks.
+    yield "--attention-dropout", "0"
+    yield "--hidden-dropout", "0"
     if model.predicted:
         yield "--mtp-num-layers", str(model.predicted)
 
@@ -179,6 +192,8 @@ def _training(job: Job) -> Iterator[tuple[str, ...]]:
     yield ("--fp16",) if training.dtype == "fp16" else ("--bf16",)
     if training.dtype == "fp8":
         yield "--fp8-format", "hybrid"
+        # Of its recipes the default, delayed scaling, does not go together with selective recomputation.
+        yield "--fp8-recipe", "tensorwise"
     yield "--optimizer", "sgd" if training.optimizer == "sgd" else "adam"
     if training.optimizer == "adam-bf16":
         yield ("--use-precision-aware-optimizer",)
@@ -212,9 +227,21 @@ def _parallel(job: Job) -> Iterator[tuple[str, ...]]:
     recompute = at.recompute if isinstance(at.recompute, str) else at.recompute[0]
     if recompute != "none":
         yield "--recompute-granularity", recompute
+    if recompute == "selective":
+        yield "--recompute-modules", *_modules(job)
     if recompute == "full":
         yield "--recompute-method", "uniform"
         yield "--recompute-num-layers", "1"
+
+
+def _modules(job: Job) -> list[str]:
+    """What it has of the plan's selective recomputation: outputs of norms and of activations, and the queries, keys
+    and values of latent attention. Left out, it is attention's core, which fused attention makes again anyway."""
+    layers = job.model.layers
+    found = ["layernorm"]
+    found += ["moe_act"] * any(layer.experts is not None for layer in layers)
+    found += ["mlp"] * any(layer.mlp is not None for layer in layers)
+    return found + ["mla_up_proj"] * (layers[0].attention.latent is not None)
 
 
 def layer_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
@@ -229,12 +256,35 @@ def layer_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
 
 def _notes(job: Job) -> Iterator[str]:
     yield "add what the plan does not decide: data, tokenizer, learning rate, checkpoints"
-    if any(layer.experts and layer.experts.groups > 1 for layer in job.model.layers):
+    if job.cluster.nodes > 1:
+        yield "tell torchrun on each node where to meet: --rdzv-backend, --rdzv-endpoint, or --node-rank, --master-addr"
+    if not job.model.positions:
+        yield "the rotary base and the norms' epsilon are the model's own: --rotary-... arguments, --norm-epsilon"
+    if any(layer.experts is not None for layer in job.model.layers):
         yield "the router's score function, scaling and balancing are the model's own: --moe-router-... arguments"
     padded = 128 * job.layout.tensor
     if job.model.vocabulary % padded:
         yield f"Megatron-LM pads the vocabulary to a multiple of {padded}"
     if job.layout.zero > 1:
         yield "ZeRO stages 2 and 3 are Megatron-FSDP, which wants CUDA_DEVICE_MAX_CONNECTIONS unset"
+    yield from _recompute_notes(job)
     if job.training.communication_share:
         yield "the share of multiprocessors for all-to-alls is for the dispatcher to set (DeepEP, say)"
+
+
+def _recompute_notes(job: Job) -> Iterator[str]:
+    recompute = job.layout.recompute if isinstance(job.layout.recompute, str) else job.layout.recompute[0]
+    if recompute != "selective":
+        return
+    layers = job.model.layers
+    if any(layer.mlp is not None for layer in layers):
+        yield (
+            "Megatron-LM makes whole dense MLPs again, not the outputs of their activations alone: less memory than "
+            "planned, and more time"
+        )
+    sparse = next((layer for layer in layers if layer.experts is not None), None)
+    if sparse is not None and sparse.experts is not None:
+        kept = ["attention's input norm"] * (sparse.attention.latent is None)
+        kept += ["shared experts' activations"] * (sparse.experts.shared > 0)
+        if kept:
+            yield f"Megatron-LM keeps outputs of {' and '.join(kept)}, which the plan recomputes: leave memory for them"

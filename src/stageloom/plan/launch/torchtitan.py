@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from stageloom.plan.launch.job import Job, Launch, refuse
+from stageloom.plan.launch.job import Job, Launch, comments, refuse
 from stageloom.plan.model import Model
 
 FRAMEWORK: Final = "torchtitan"
@@ -98,10 +98,11 @@ def launch(job: Job, csv: str | None = None, folded: bool = False) -> Launch:
     Raises InputError with the reason where torchtitan cannot run the job (see `refusal`).
     """
     refuse(FRAMEWORK, job, refusal(job, csv, folded))
-    text = "# torchtitan up to v0.2.2; run with --job.config-file and the right NGPU\n"
+    notes = tuple(_notes(job))
+    text = "# torchtitan up to v0.2.2; run with --job.config-file and the right NGPU\n" + comments(notes)
     for table, values in settings(job, csv, folded).items():
         text += f"\n[{table}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in values.items())
-    return Launch(FRAMEWORK, "torchtitan.toml", text, tuple(_notes(job)))
+    return Launch(FRAMEWORK, "torchtitan.toml", text, notes)
 
 
 def settings(job: Job, csv: str | None = None, folded: bool = False) -> dict[str, dict[str, Any]]:
