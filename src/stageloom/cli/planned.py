@@ -25,12 +25,12 @@ def print_plan(plan: Plan, out: Console) -> None:
         _print_section(section, out)
     if plan.best.layout.pipeline > MOST_RANKS:
         return
-    from stageloom.render.text import timeline
+    from stageloom.render.text import NARROWEST, timeline
 
     out.print()
     out.print(Text("Timeline", style="bold"))
     colour = out.color_system is not None and not out.no_color
-    out.print(timeline(plan.prediction.timeline, out.width, colour=colour), soft_wrap=True)
+    out.print(timeline(plan.prediction.timeline, max(out.width, NARROWEST), colour=colour), soft_wrap=True)
 
 
 def _print_section(section: Section, out: Console) -> None:

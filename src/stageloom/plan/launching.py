@@ -20,7 +20,11 @@ def launches(plan: Plan, framework: str) -> tuple[Launch, ...]:
         return _launches(plan, framework)
     except InputError as error:
         able = RUN.get(framework)
-        hint = "" if able is None else f"; plan for what it runs with --schedule {' --schedule '.join(able)}"
+        hint = (
+            ""
+            if able is None or plan.best.form.name in able
+            else f"; plan for what it runs with --schedule {' --schedule '.join(able)}"
+        )
         raise InputError(f"{error}{hint}") from None
 
 
