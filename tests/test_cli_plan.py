@@ -242,6 +242,17 @@ def test_products_in_fp8_alone(tmp_path: Path) -> None:
     assert 0 < json.loads(result.out)["plan"]["mfu"] < 1
 
 
+@pytest.mark.parametrize(("sequence", "batch"), [(2, 60), (128, 60), (128, 210), (2048, 100)])
+def test_a_rank_that_is_never_idle_is_not_idle_less_than_nothing(sequence: int, batch: int, tmp_path: Path) -> None:
+    (tmp_path / "m.yaml").write_text("hidden: 5\nlayers: 1\nheads: 5\nmlp: 4096\nvocabulary: 1000\n")
+    words = f"--seq {sequence} --global-batch {batch} --pp 1 --json"
+    result = run(f"plan --model {tmp_path}/m.yaml --cluster h100x1 {words}")
+    assert result.status == 0, result.err
+    data = json.loads(result.out)
+    for one in (data["plan"], *data["same_layout"], *data["front"], *data["alternatives"]):
+        assert min(one["bubble"], *one["parts"].values()) >= 0
+
+
 def test_a_reader_that_has_gone_is_no_failure() -> None:
     class Gone(io.StringIO):
         def write(self, text: str, /) -> int:

@@ -216,9 +216,9 @@ def _parts(timeline: Timeline, around: Beside, compute: list[float]) -> tuple[di
     return {
         "compute": working,
         "collectives": float(busy[rank]) - working,
-        "idle": float(around.spans[rank] - around.exposed[rank] - busy[rank]),
+        "idle": max(0.0, float(around.spans[rank] - around.exposed[rank] - busy[rank])),  # not -1e-16
         "gradients": float(around.exposed[rank]),
         "tied embedding": around.tied,
         "optimizer": around.optimizer,
         "step": around.step,
-    }, (cost - float(busy.mean())) / cost if cost else 0.0
+    }, max(0.0, cost - float(busy.mean())) / cost if cost else 0.0
