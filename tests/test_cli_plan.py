@@ -123,6 +123,7 @@ FILES = {
     "us.yaml": "F: 1000\nB: 1000\nW: 1000\nunit: us\n",
     "three.yaml": "F: [1, 1, 1]\nunit: s\n",
     "pair.yaml": "overlap_time: 2\nunit: s\n",
+    "odd.yaml": "node: h100\ngpus_per_node: 3\nnodes: 2\n",
     "mixed.yaml": "groups:\n  - {node: h100, nodes: 1}\n  - {node: h100, nodes: 2, gpus_per_node: 4}\n",
 }
 BAD = [
@@ -172,6 +173,10 @@ BAD = [
     (f"{BASE} -o {'x' * 300}.md", f"{'x' * 300}.md: cannot be written: File name too long"),
     (f"{FIXED} --profile three.yaml", "three.yaml: F has 3 values and the schedule has 4 stages"),
     (f"{FIXED} --profile pair.yaml", "pair.yaml: overlap_time is one number and F, B, W or BW is a list"),
+    (
+        f"{BASE.replace('h100x8', 'odd.yaml').replace('16', '12')} --tp 2",
+        "tensor = 2; nodes of 3 GPUs would cut some groups of as many in two: a divisor of 3 is needed, or more than",
+    ),
     (
         f"{FIXED} --profile us.yaml",
         "us.yaml: with these times a step takes 0.0853 s, and all 8 GPUs need 0.2 s for its products at their peak",
@@ -232,6 +237,13 @@ def test_a_screen_too_narrow_for_a_timeline_gets_the_whole_page(monkeypatch: pyt
     result = run(FIXED)
     assert result.status == 0, result.err
     assert "\n0 F" in result.out
+
+
+def test_no_tensor_parallel_group_lies_half_in_a_node(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("node: h100\ngpus_per_node: 3\nnodes: 2\n")
+    result = run(f"plan --model llama3-8b --cluster {tmp_path}/c.yaml --seq 2048 --global-batch 12 --json")
+    assert result.status == 0, result.err
+    assert not any(name.startswith("TP 2,") for name in json.loads(result.out)["search"]["by_layout"])
 
 
 def test_products_in_fp8_alone(tmp_path: Path) -> None:
