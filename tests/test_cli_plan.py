@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import signal
+from concurrent.futures.process import BrokenProcessPool
 from html import unescape
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from command import Result, stageloom
+from stageloom.cli.words import console
+from stageloom.errors import StageloomError
+from stageloom.plan.crew import Crew
+from stageloom.plan.floors import Setup
 
 SMALL = "plan --model llama3-8b --cluster h100x8 --seq 2048 --global-batch 16 --pp 4 --microbatch 1 --recompute none"
 
@@ -142,6 +151,16 @@ def test_an_optimised_order_is_planned_with(tmp_path: Path) -> None:
 
 
 BASE = "plan --model llama3-8b --cluster h100x8 --seq 2048 --global-batch 16"
+FIXED = f"{SMALL} --tp 1 --schedule 1f1b"
+FILES = {
+    "unitless.yaml": "F: 1.0\n",
+    "ms.yaml": "F: 1.0\nunit: ms\n",
+    "us.yaml": "F: 1000\nB: 1000\nW: 1000\nunit: us\n",
+    "three.yaml": "F: [1, 1, 1]\nunit: s\n",
+    "pair.yaml": "overlap_time: 2\nunit: s\n",
+    "odd.yaml": "node: h100\ngpus_per_node: 3\nnodes: 2\n",
+    "mixed.yaml": "groups:\n  - {node: h100, nodes: 1}\n  - {node: h100, nodes: 2, gpus_per_node: 4}\n",
+}
 BAD = [
     ("plan --cluster h100x8 --seq 2048 --global-batch 16", "Missing option '--model'."),
     ("plan --model llama3-8b --seq 2048 --global-batch 16", "Missing option '--cluster'."),
@@ -186,6 +205,22 @@ BAD = [
     (f"{BASE} --profile unitless.yaml", "unitless.yaml: states no unit of time; add `unit: ms` (or s, us)"),
     (f"{BASE} --profile ms.yaml", "a profile holds for one layout; fix tensor, pipeline and microbatch"),
     (f"{BASE} --pp 2 --tp 1 -o nowhere/plan.md", "nowhere/plan.md: "),
+    (f"{BASE} -o {'x' * 300}.md", f"{'x' * 300}.md: cannot be written: File name too long"),
+    (f"{FIXED} --profile three.yaml", "three.yaml: F has 3 values and the schedule has 4 stages"),
+    (f"{FIXED} --profile pair.yaml", "pair.yaml: overlap_time is one number and F, B, W or BW is a list"),
+    (
+        f"{BASE.replace('h100x8', 'odd.yaml').replace('16', '12')} --tp 2",
+        "tensor = 2; nodes of 3 GPUs would cut some groups of as many in two: a divisor of 3 is needed, or more than",
+    ),
+    (
+        f"{FIXED} --profile us.yaml",
+        "us.yaml: with these times a step takes 0.0853 s, and all 8 GPUs need 0.2 s for its products at their peak",
+    ),
+    (
+        f"{FIXED.replace('h100x8', 'mixed.yaml')} --launch megatron",
+        "Megatron-LM cannot run llama3-8b with 1f1b: it starts as many processes on each node, and the cluster has "
+        "nodes of 4 and 8",
+    ),
 ]
 
 
@@ -194,12 +229,126 @@ def test_wrong_input_is_one_line_and_status_2(
     words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "unitless.yaml").write_text("F: 1.0\n")
-    (tmp_path / "ms.yaml").write_text("F: 1.0\nunit: ms\n")
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
     result = run(words)
     assert result.status == 2, result.out
     assert result.out == ""
     assert result.err.startswith("error: ")
     assert says in result.err, result.err
     assert len(result.err.splitlines()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ms.yaml", "unitless.yaml"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == FILES
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stageloom.plan.answer.plan", None)
+    result = run(f"{SMALL} -o {tmp_path}/nowhere/plan.md")
+    assert result.status == 2
+    assert "there is no folder" in result.err
+
+
+def test_page_and_launch_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "megatron.sh").mkdir()
+    (tmp_path / "plan.md").write_text("before")
+    result = run(f"{FIXED} --launch megatron -o {tmp_path}/plan.md")
+    assert result.status == 2
+    assert "megatron.sh: is a folder" in result.err
+    assert (tmp_path / "plan.md").read_text() == "before"
+
+
+def test_a_name_that_is_no_text_is_written_as_it_is_shown(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "_name_or_path": "a\ud800b", "vocab_size": 1000}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(f"{FIXED.replace('llama3-8b', f'{tmp_path}/config.json')} -o {tmp_path}/plan.md")
+    assert result.status == 0, result.err
+    assert (tmp_path / "plan.md").read_text().startswith("# a?b on h100x8")
+
+
+def test_a_screen_too_narrow_for_a_timeline_gets_the_whole_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "5")
+    result = run(FIXED)
+    assert result.status == 0, result.err
+    assert "\n0 F" in result.out
+
+
+def test_no_tensor_parallel_group_lies_half_in_a_node(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("node: h100\ngpus_per_node: 3\nnodes: 2\n")
+    result = run(f"plan --model llama3-8b --cluster {tmp_path}/c.yaml --seq 2048 --global-batch 12 --json")
+    assert result.status == 0, result.err
+    assert not any(name.startswith("TP 2,") for name in json.loads(result.out)["search"]["by_layout"])
+
+
+def test_products_in_fp8_alone(tmp_path: Path) -> None:
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("node: h100\nnodes: 1\ngpu: {peak: {fp8: 1979e12}}\n")
+    result = run(f"{FIXED.replace('h100x8', str(cluster))} --dtype fp8 --json")
+    assert result.status == 0, result.err
+    assert 0 < json.loads(result.out)["plan"]["mfu"] < 1
+
+
+@pytest.mark.parametrize(("sequence", "batch"), [(2, 60), (128, 60), (128, 210), (2048, 100)])
+def test_a_rank_that_is_never_idle_is_not_idle_less_than_nothing(sequence: int, batch: int, tmp_path: Path) -> None:
+    (tmp_path / "m.yaml").write_text("hidden: 5\nlayers: 1\nheads: 5\nmlp: 4096\nvocabulary: 1000\n")
+    words = f"--seq {sequence} --global-batch {batch} --pp 1 --json"
+    result = run(f"plan --model {tmp_path}/m.yaml --cluster h100x1 {words}")
+    assert result.status == 0, result.err
+    data = json.loads(result.out)
+    for one in (data["plan"], *data["same_layout"], *data["front"], *data["alternatives"]):
+        assert min(one["bubble"], *one["parts"].values()) >= 0
+
+
+def test_a_reader_that_has_gone_is_no_failure() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise BrokenPipeError
+
+    with contextlib.redirect_stdout(Gone()), pytest.raises(BrokenPipeError):
+        console().print("a line")
+
+
+class Pool:
+    """In the place of a pool of processes: does as told, and notes which signals wait when work is handed to it."""
+
+    def __init__(self, answer: list[int] | None) -> None:
+        self.answer = answer
+        self.held: set[Any] = set()
+
+    def map(self, *_: object) -> list[int]:
+        self.held = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        if self.answer is None:
+            raise BrokenProcessPool
+        return self.answer
+
+
+def with_pool(pool: Pool) -> Crew:
+    crew = Crew(cast("Setup", None), 2)
+    crew.pool = cast("Any", pool)
+    return crew
+
+
+def test_a_process_that_is_killed_is_one_line() -> None:
+    with pytest.raises(StageloomError, match="ended from outside, perhaps for want of memory; fewer --workers"):
+        with_pool(Pool(None)).scores([])
+
+
+def test_an_interrupt_waits_while_processes_are_started() -> None:
+    pool = Pool([])
+    assert with_pool(pool).scores([]) == []
+    assert signal.SIGINT in pool.held
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_more_workers_than_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Noted(Crew):
+        def __init__(self, setup: Setup, workers: int) -> None:
+            made.append(workers)
+            super().__init__(setup, workers)
+
+    monkeypatch.setattr("stageloom.plan.search.Crew", Noted)
+    assert run(f"{FIXED} --workers {10**12}").status == 0
+    assert max(made) == 8

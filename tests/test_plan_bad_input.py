@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from stageloom.errors import InputError
-from stageloom.plan import load_cluster, load_model, load_training
+from stageloom.plan import Training, load_cluster, load_model, load_training
+from stageloom.plan.load_training import agree
 
 MISSING: Final = object()
 LLAMA: Final = {
@@ -25,7 +27,14 @@ LLAMA: Final = {
     "vocab_size": 128256,
 }
 DEEPSEEK: Final = json.loads((Path(__file__).parent / "data" / "plan" / "configs" / "deepseek-v3.json").read_text())
+QWEN: Final = json.loads((Path(__file__).parent / "data" / "plan" / "configs" / "qwen3-30b-a3b.json").read_text())
 SHORT: Final = "hidden: 4096\nlayers: 32\nheads: 32\nmlp: 14336\nvocabulary: 128256\n"
+BOMB: Final = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 8)}]\n" for before, name in pairwise("abcdefghij")
+)
+"""A tenth of a kilobyte a line, and a list of a billion entries."""
+HUGE: Final = "1" + "0" * 400
+"""A number that no float holds."""
 JOB: Final = "sequence: 4096\nglobal_batch: 15360\n"
 
 # A sound config.json, what is changed in it, and the message; one that ends in … goes on with a list.
@@ -43,8 +52,8 @@ CONFIGS: Final[list[tuple[dict[str, Any], dict[str, Any], str]]] = [
     (LLAMA, {"num_attention_heads": 33}, "num_attention_heads: 33; a divisor of hidden_size = 4096 is needed"),
     (LLAMA, {"num_key_value_heads": 5}, "num_key_value_heads: 5; a divisor of num_attention_heads = 32 is needed"),
     (LLAMA, {"num_key_value_heads": 64}, "num_key_value_heads: 64; a whole number from 1 to 32 is needed"),
-    (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers: True; a whole number from 1 to 10,000 is needed"),
-    (LLAMA, {"num_hidden_layers": 1000000}, "num_hidden_layers: 1000000; a whole number from 1 to 10,000 is needed"),
+    (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers: True; a whole number from 1 to 2,000 is needed"),
+    (LLAMA, {"num_hidden_layers": 1000000}, "num_hidden_layers: 1000000; a whole number from 1 to 2,000 is needed"),
     (LLAMA, {"vocab_size": None}, "vocab_size is missing; a whole number from 1 to 1,000,000,000 is needed"),
     (
         LLAMA,
@@ -91,6 +100,16 @@ CONFIGS: Final[list[tuple[dict[str, Any], dict[str, Any], str]]] = [
         DEEPSEEK,
         {"num_nextn_predict_layers": 100},
         "num_nextn_predict_layers: 100; a whole number from 0 to 61 is needed",
+    ),
+    (
+        QWEN,
+        {"mlp_only_layers": ["0"]},
+        "mlp_only_layers: ['0']; a list of layers' numbers is needed, such as [0, 1]",
+    ),
+    (
+        QWEN,
+        {"mlp_only_layers": [0.5]},
+        "mlp_only_layers: [0.5]; a list of layers' numbers is needed, such as [0, 1]",
     ),
 ]
 
@@ -182,13 +201,22 @@ FILES: Final[list[tuple[Callable[[Path], object], str, str | bytes, str]]] = [
         SHORT + "latent: {kv_rank: 512, rope_width: 64, nope_width: 128}\nhead_width: 128\n",
         "head_width: 128; 192, as latent has it, is needed",
     ),
+    (
+        load_model,
+        "m.yaml",
+        SHORT + "experts: {count: 8, per_token: 2, width: 14336, shared: 2, shared_width: 0}\n",
+        "experts: shared_width: 0; a whole number from 1 to 1,000,000,000 is needed",
+    ),
+    (load_model, "m.yaml", "base: &b {a: 1}\n<<: *b\n", "line 2: merges (`<<`) are not read; write out the keys …"),
+    (load_model, "m.yaml", BOMB + "hidden: *j\n", "hidden: [[[[...], [...], [...], [...], [...], [...], …"),
+    (load_model, "m.yaml", "hidden: 4096\n" + " " * 1_000_000, "has 1,000,013 characters; at most 1,000,000 of YAML …"),
     (load_model, "m.yaml", SHORT + "heads: 16\n", "line 6: key 'heads' is said twice"),
     (load_model, "m.yaml", "hidden: [4096\n", "line 2: is not YAML: expected ',' or ']', but got '<stream end>'"),
     (
         load_model,
         "m.yaml",
         "hidden: 4096\nlayers: 32k\nheads: 32\nmlp: 14336\nvocabulary: 128256\n",
-        "layers: '32k'; a whole number from 1 to 10,000 is needed",
+        "layers: '32k'; a whole number from 1 to 2,000 is needed",
     ),
     (
         load_cluster,
@@ -282,6 +310,30 @@ FILES: Final[list[tuple[Callable[[Path], object], str, str | bytes, str]]] = [
         "c.yaml",
         "node: h800\nnodes: 2\noversubscription: 0.5\n",
         "oversubscription: 0.5; a number from 1 to 100 is needed",
+    ),
+    (
+        load_cluster,
+        "c.yaml",
+        f"node: h800\nnodes: 2\noversubscription: {HUGE}\n",
+        f"oversubscription: {HUGE[:60]}...; a number from 1 to 100 is needed",
+    ),
+    (
+        load_cluster,
+        "c.yaml",
+        f"node: h800\nnodes: 2\nbetween: {{latency: -{HUGE}}}\n",
+        f"between: latency: -{HUGE[:59]}... is -inf seconds; a time from 0 to 1 seconds is needed, such as …",
+    ),
+    (
+        load_cluster,
+        "c.yaml",
+        f"node: h800\nnodes: 2\ngpu: {{memory: {HUGE}}}\n",
+        f"gpu: memory: {HUGE[:60]}... is inf bytes; an amount of memory from …",
+    ),
+    (
+        load_cluster,
+        "c.yaml",
+        "node: h800\nnodes: 2\ngpu: {peak: {bf16: 989 TFLOP/s, fp8: 3958 TFLOP/s}}\n",
+        "gpu: peak: fp8: '3958 TFLOP/s'; no more than twice what bf16 has is needed: the peak without sparsity",
     ),
     (
         load_cluster,
@@ -424,6 +476,9 @@ NAMES: Final[list[tuple[Callable[[str], object], str, str]]] = [
     ),
     (load_model, "x" * 300 + ".json", "x" * 300 + ".json: cannot be read: File name too long"),
     (load_model, "a\0b.json", "'a\\x00b.json': cannot be read: embedded null byte"),
+    (load_model, "", "'': there is no model of this name and no such file; known: …"),
+    (load_cluster, "", "'': there is no node of this name and no such file; known: …"),
+    (load_cluster, f"h800x{'9' * 5000}", f"h800x{'9' * 5000}: {'9' * 5000} GPUs; a number from 1 to 10,000,000 …"),
     (load_cluster, "h800", "'h800' says no number of GPUs; write h800x64 for 64 of them"),
     (load_cluster, "h900x8", "'h900': there is no node of this name and no such file; did you mean h800? …"),
     (load_cluster, "2048", "'2048': there is no node of this name and no such file; known: a100-80g, …"),
@@ -467,8 +522,18 @@ def test_a_wrong_name(load: Callable[[str], object], given: str, message: str, t
     refused(load, given.replace("{tmp}", str(tmp_path)), message.replace("{tmp}", str(tmp_path)))
 
 
+def test_a_type_that_not_all_groups_have(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "groups:\n  - {node: h100, nodes: 1, gpu: {peak: {bf16: 989e12}}}\n"
+        "  - {node: h100, nodes: 1, gpu: {peak: {fp16: 989e12}}}\n"
+    )
+    with pytest.raises(InputError, match=r"^dtype: bf16; H100\+H100 has fast products for no type that is the same in"):
+        agree(Training(2048, 16), load_model("llama3-8b"), load_cluster(file))
+
+
 def test_the_configurations_that_are_made_wrong_are_sound(tmp_path: Path) -> None:
-    for base in (LLAMA, DEEPSEEK):
+    for base in (LLAMA, DEEPSEEK, QWEN):
         file = tmp_path / "config.json"
         file.write_text(json.dumps(base))
         load_model(file)

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from stageloom.anatomy import Anatomy, Parts, anatomy
 from stageloom.errors import InputError
-from stageloom.files import read_mapping
+from stageloom.files import read_mapping, short
 
 
 def _no_truth(value: object) -> object:
@@ -293,7 +293,9 @@ def _explain(error: ValidationError, key: str = "", model: type[_Model] | None =
         message = f"unknown key; known keys: {', '.join(f.alias or name for name, f in within.model_fields.items())}"
     value = problem.get("input")
     got = (
-        "" if isinstance(value, dict) or problem["type"] in ("extra_forbidden", "missing") else f", got {_short(value)}"
+        ""
+        if isinstance(value, dict) or problem["type"] in ("extra_forbidden", "missing")
+        else f", got {short(value, 80)}"
     )
     return f"{'.'.join(where)}: {message}{got}" if where else message
 
@@ -301,8 +303,3 @@ def _explain(error: ValidationError, key: str = "", model: type[_Model] | None =
 def _is_key(part: object) -> bool:
     """A key or position of the file, rather than pydantic's name for one way to read a value."""
     return isinstance(part, int) or (part != "float" and str(part).isidentifier())
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import yaml
 
@@ -25,6 +26,19 @@ def read_text(path: Path, wanted: str) -> str:
         raise InputError(f"{path}: byte {error.start} is not UTF-8 text; {wanted} is needed") from None
     except ValueError as error:
         raise InputError(f"{str(path)!r}: cannot be read: {error}") from None
+
+
+def short(value: object, most: int = 60) -> str:
+    """A value as a message shows it."""
+    text = _SHOWN.repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+# A few lines of YAML make lists of lists with more entries than memory holds, so nothing is written out whole.
+_SHOWN: Final = reprlib.Repr()
+_SHOWN.maxlevel = 3
+_SHOWN.maxlist = _SHOWN.maxdict = 40
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 250
 
 
 def parse_json(text: str, place: str) -> object:
@@ -61,7 +75,16 @@ def read_mapping(path: str | Path, example: str = "F: 1.0") -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
+MOST_YAML: Final = 1_000_000
+"""Characters of YAML that are read, which takes some ten seconds."""
+
+
 def _parse_yaml(text: str, place: str) -> object:
+    if len(text) > MOST_YAML:
+        raise InputError(
+            f"{place}: has {len(text):,} characters; at most {MOST_YAML:,} of YAML are read, so a shorter file is "
+            "needed, or a .json file, of any length"
+        )
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -77,15 +100,20 @@ def _parse_yaml(text: str, place: str) -> object:
 class _Loader(yaml.SafeLoader):
     """YAML with the scalars of version 1.2, and no repeated key.
 
-    1e3 is a number there and 010 is ten; 1:30, yes and dates are text.
+    1e3 is a number there and 010 is ten; 1:30, yes and dates are text. Merges, which it no longer has, are refused.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys: list[Hashable] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore[reportUnknownMemberType]
-        for at, key in enumerate(keys):
-            if key in keys[:at]:
-                line = node.value[at][0].start_mark.line + 1
-                raise ValueError(f"line {line}: key {key!r} is said twice")
+        said: set[Hashable] = set()
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise ValueError(f"line {line}: merges (`<<`) are not read; write out the keys that are meant")
+            key = cast("object", self.construct_object(key_node, deep=True))  # pyright: ignore[reportUnknownMemberType]
+            if isinstance(key, Hashable):  # what is not is no key, as is said below
+                if key in said:
+                    raise ValueError(f"line {line}: key {short(key)} is said twice")
+                said.add(key)
         return super().construct_mapping(node, deep)
 
 

@@ -26,14 +26,14 @@ def print_plan(plan: Plan, out: Console) -> None:
     if plan.best.layout.pipeline > MOST_RANKS:
         return
     from stageloom.plan.written import MOST_OPS
-    from stageloom.render.text import timeline
+    from stageloom.render.text import NARROWEST, timeline
 
     out.print()
     out.print(Text("Timeline", style="bold"))
     colour = out.color_system is not None and not out.no_color
     drawn = plan.prediction.timeline
     draws = "-o FILE.html" if len(drawn.schedule) <= MOST_OPS else ""
-    out.print(timeline(drawn, out.width, colour=colour, draws=draws), soft_wrap=True)
+    out.print(timeline(drawn, max(out.width, NARROWEST), colour=colour, draws=draws), soft_wrap=True)
 
 
 def _print_section(section: Section, out: Console) -> None:

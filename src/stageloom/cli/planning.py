@@ -16,7 +16,7 @@ from stageloom.cli.app import Json, app, number, whole
 from stageloom.cli.words import console, print_json
 from stageloom.costs import Costs, load_costs
 from stageloom.errors import InputError
-from stageloom.render.files import write_whole
+from stageloom.render.files import check_target, write_whole
 
 
 class Framework(StrEnum):
@@ -94,8 +94,10 @@ def plan(
     from stageloom.plan.space import Space
     from stageloom.plan.written import ENDINGS, data, written
 
-    if out is not None and (out.suffix not in ENDINGS or out.is_dir()):
+    if out is not None and (out.suffix not in ENDINGS or os.path.isdir(out)):
         raise InputError(f"-o {out}: a plan is written as {', '.join(ENDINGS)}; give a file's name with one of them")
+    if out is not None:
+        check_target(out)  # now, not when the search is done
     if not 0 <= optimised <= 3600:
         raise InputError(f"--optimised {optimised:g}: seconds from 0 to 3600 are needed")
     if workers is not None and workers < 1:
@@ -115,14 +117,13 @@ def plan(
     with _bar() as show:
         found = answer(what, where, job, space, measured=measured, workers=workers or _cores(), progress=show)
     files = () if launch is None else launches(found, launch.value)
-    wrote: list[Path] = []
-    if out is not None:
-        write_whole(out, written(found, out))
-        wrote.append(out)
     folder = out.parent if out is not None else Path()
-    for each in files:
-        write_whole(folder / each.file, each.text)
-        wrote.append(folder / each.file)
+    texts = {} if out is None else {out: written(found, out)}
+    texts |= {folder / each.file: each.text for each in files}
+    for path in texts:
+        check_target(path)  # all of them before the first is written
+    for path, text in texts.items():
+        write_whole(path, text)
     if as_json:
         print_json(data(found))
         return
@@ -131,7 +132,7 @@ def plan(
     for each in files:
         for note in each.notes:
             screen.print(f"{each.file}: {note}", style="dim")
-    for path in wrote:
+    for path in texts:
         screen.print(f"wrote {path}", soft_wrap=True)
 
 

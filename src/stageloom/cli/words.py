@@ -12,13 +12,19 @@ from rich.console import Console
 
 def console() -> Console:
     """Standard output; at least 120 columns wide where it is no terminal."""
-    out = Console(highlight=False, markup=False)
+    out = _Screen(highlight=False, markup=False)
     if out.is_terminal:
         return out
     given = os.environ.get("COLUMNS", "")
-    return Console(
+    return _Screen(
         highlight=False, markup=False, width=int(given) if given.isascii() and given.isdigit() and int(given) else 120
     )
+
+
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader (head, less) has gone: for `main` to end on; rich would end the program as if it had failed."""
+        raise BrokenPipeError
 
 
 def print_json(data: Any) -> None:

@@ -91,6 +91,8 @@ def _mixtral_experts(config: Fields, _layer: int) -> Experts:
 
 def _qwen_experts(config: Fields, layer: int) -> Experts | None:
     dense = config.list("mlp_only_layers") if config.data.get("mlp_only_layers") else []
+    if any(type(each) is not int for each in dense):  # 0.0 and False are equal to 0
+        raise config.wrong("mlp_only_layers", "a list of layers' numbers is needed, such as [0, 1]")
     if layer in dense or (layer + 1) % config.whole("decoder_sparse_step", 1):
         return None
     count, per_token = _routed(config, "num_experts")

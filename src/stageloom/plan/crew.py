@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from types import TracebackType
 from typing import Final
 
+from stageloom.errors import StageloomError
 from stageloom.plan.floors import Setup
 from stageloom.plan.forms import Form
 from stageloom.plan.layout import Layout
@@ -19,7 +23,10 @@ WORTH: Final = 2.0
 
 
 class Crew:
-    """Scores candidates, in order, with up to `workers` processes. Close it, or use it as a context."""
+    """Scores candidates, in order, with up to `workers` processes. Close it, or use it as a context.
+
+    Raises StageloomError where one of the processes is ended by somebody else.
+    """
 
     def __init__(self, setup: Setup, workers: int) -> None:
         self.setup, self.workers = setup, workers
@@ -42,17 +49,42 @@ class Crew:
                 self.workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(self.setup,)
             )
         if self.pool is not None:
-            return list(self.pool.map(_score, batch))
+            try:
+                with _held_interrupts():
+                    results = self.pool.map(_score, batch)  # starts processes that are still to be started
+                return list(results)
+            except BrokenProcessPool:
+                raise StageloomError(
+                    "a process that simulates was ended from outside, perhaps for want of memory; fewer --workers need "
+                    "less"
+                ) from None
         began = time.perf_counter()
         found = [score(self.setup, layout, form) for layout, form in batch]
         self.spent += time.perf_counter() - began
         return found
 
 
+@contextmanager
+def _held_interrupts() -> Generator[None]:
+    """Interrupts wait for the end. A process that is started meanwhile has them wait until `_begin`, rather than print
+    where in its imports it was interrupted."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _setup: list[Setup] = []
 
 
 def _begin(setup: Setup) -> None:
+    if hasattr(signal, "pthread_sigmask"):  # an interrupt ends a worker without a word; its parent has the say
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _setup[:] = [setup]
 
 

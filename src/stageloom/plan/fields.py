@@ -5,12 +5,12 @@ be right.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
 from stageloom.errors import InputError
+from stageloom.files import short
 from stageloom.plan.quantities import Dimension, quantity
 
 MOST: Final = 10**9
@@ -45,9 +45,7 @@ class Fields:
 
     def number(self, key: str, default: float | None = None, least: float = 0.0, most: float = 1e30) -> float:
         value = self._value(key, default, f"a number from {least:g} to {most:g}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.wrong(key, f"a number from {least:g} to {most:g} is needed")
-        if not least <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise self.wrong(key, f"a number from {least:g} to {most:g} is needed")
         return float(value)
 
@@ -116,12 +114,6 @@ def fields(data: object, place: str) -> Fields:
     if not isinstance(data, dict):
         raise InputError(f"{place}: {short(data)}; a mapping of keys to values is needed")
     return Fields({str(key): value for key, value in cast("dict[object, Any]", data).items()}, place)
-
-
-def short(value: object) -> str:
-    """A value as a message shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 @contextmanager

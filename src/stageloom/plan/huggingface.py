@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from stageloom.errors import InputError
+from stageloom.files import short
 from stageloom.plan.architectures import ARCHITECTURES, FLAGS, Architecture, Flag
-from stageloom.plan.fields import Fields, at, fields, short
-from stageloom.plan.model import Attention, Latent, Layer, Mlp, Model
+from stageloom.plan.fields import Fields, at, fields
+from stageloom.plan.model import MOST_LAYERS, Attention, Latent, Layer, Mlp, Model
 
 
 def find(config: Fields) -> Architecture:
@@ -43,7 +44,7 @@ def from_config(data: object, place: str, name: str) -> Model:
         if config.data.get(key, wanted) != wanted:
             raise config.wrong(key, f"only {short(wanted)} is read for {arch.model_type}")
     hidden = config.whole(arch.keys.hidden)
-    count = config.whole(arch.keys.layers, most=10_000)
+    count = config.whole(arch.keys.layers, most=MOST_LAYERS)
     context = config.maybe_whole(arch.keys.context)
     vocabulary = config.whole("vocab_size")
     attention = _latent(config) if arch.latent else _attention(config, arch, hidden)

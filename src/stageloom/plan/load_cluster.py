@@ -18,6 +18,7 @@ bytes/s, flop/s and seconds, or a number with its unit.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -32,6 +33,9 @@ from stageloom.plan.quantities import MEMORY, RATE, SPEED, TIME
 
 MOST_GPUS = 10_000_000
 
+MOST_FP8 = 2.1
+"""Times the peak of bf16 that fp8 has at most. MFU is told of bf16's, and would be above 100 % with sparsity's."""
+
 
 def load_cluster(text: str | Path) -> Cluster:
     """The cluster named `text`, or of the YAML or JSON file there.
@@ -43,7 +47,9 @@ def load_cluster(text: str | Path) -> Cluster:
     sized = re.fullmatch(r"(.+?)x([0-9]+)", name.lower())
     path = Path(name)
     if sized and sized[1] in known:
-        return _preset(name, sized[1], int(sized[2]))
+        return _preset(name, sized[1], sized[2])
+    if not name:
+        raise presets.nothing("node", name, known, "a cluster's YAML file; a name takes a number of GPUs")
     if os.path.isdir(path):
         raise InputError(f"{name}: is a folder; a cluster's YAML file is needed, or a name such as h800x2048")
     if not os.path.exists(path) and path.suffix not in (".json", ".yaml", ".yml"):
@@ -75,9 +81,10 @@ def cluster_from(data: dict[str, Any], place: str, name: str) -> Cluster:
     return Cluster(name, tuple(found), oversubscription, source)
 
 
-def _preset(name: str, node: str, gpus: int) -> Cluster:
+def _preset(name: str, node: str, digits: str) -> Cluster:
+    gpus = int(digits) if len(digits) < 100 else MOST_GPUS + 1  # thousands of digits are more than int() takes
     if not 1 <= gpus <= MOST_GPUS:
-        raise InputError(f"{name}: {gpus} GPUs; a number from 1 to {MOST_GPUS:,} is needed")
+        raise InputError(f"{name}: {digits} GPUs; a number from 1 to {MOST_GPUS:,} is needed")
     data = presets.read("nodes", node)
     gpu, per_node, inside, between = _node(fields(data, node))
     with at(name):
@@ -132,6 +139,8 @@ def _node(node: Fields) -> tuple[Gpu, int, Link, Link]:
     peak.done()
     if not speeds:
         raise InputError(f"{peak.place}: is empty; a speed for at least one of {', '.join(DTYPES)} is needed")
+    if speeds.get("fp8", 0.0) > MOST_FP8 * speeds.get("bf16", math.inf):
+        raise peak.wrong("fp8", "no more than twice what bf16 has is needed: the peak without sparsity")
     found = Gpu(gpu.text("name"), gpu.amount("memory", MEMORY), speeds, gpu.amount("bandwidth", RATE))
     gpu.done()
     return found, per_node, _link(node.inner("inside")), _link(node.inner("between"))

@@ -22,6 +22,8 @@ def load_model(text: str | Path) -> Model:
     name = str(text)
     if name.lower() in presets.names("models"):
         return from_short_form(presets.read("models", name.lower()), name, name.lower())
+    if not name:
+        raise presets.nothing("model", name, presets.names("models"), "a config.json, or a YAML file in the short form")
     path = Path(name)
     if os.path.isdir(path):
         if not (path / "config.json").is_file():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from stageloom.errors import InputError
-from stageloom.files import read_mapping
+from stageloom.files import read_mapping, short
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.fields import Fields, at, fields
 from stageloom.plan.model import Model
@@ -67,7 +67,9 @@ def _recompute(job: Fields) -> Recompute | tuple[Recompute, ...]:
     chosen = job.list("recompute")
     for value in chosen:
         if value not in RECOMPUTES:
-            raise job.wrong("recompute", f"a list of {', '.join(RECOMPUTES)} is needed, and {value!r} is none of them")
+            raise job.wrong(
+                "recompute", f"a list of {', '.join(RECOMPUTES)} is needed, and {short(value)} is none of them"
+            )
     return tuple(chosen)
 
 
@@ -84,6 +86,5 @@ def agree(training: Training, model: Model, cluster: Cluster | None = None) -> N
             "so as many entries are needed"
         )
     if cluster is not None and training.dtype not in cluster.gpu.peak:
-        raise InputError(
-            f"dtype: {training.dtype}; {cluster.gpu.name} has fast products for {', '.join(cluster.gpu.peak)} alone"
-        )
+        able = f"{', '.join(cluster.gpu.peak)} alone" if cluster.gpu.peak else "no type that is the same in all of them"
+        raise InputError(f"dtype: {training.dtype}; {cluster.gpu.name} has fast products for {able}")

@@ -23,9 +23,9 @@ from stageloom.plan.training import OPTIMIZERS, Recompute, Training
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """Bytes on one GPU. activations: of one micro-batch, from F to its backward; for_weights: what stays, or is made by
-    B, until W: inputs of products with weights, and gradients of their outputs. parameters, gradients, optimizer: held all the time.
-    working: the most that a pass needs beside them while it runs. dense, routed: parameters on this GPU without
-    and of routed experts."""
+    B, until W: inputs of products with weights, and gradients of their outputs. parameters, gradients, optimizer: held
+    all the time. working: the most that a pass needs beside them while it runs. dense, routed: parameters on this GPU
+    without and of routed experts."""
 
     activations: float
     for_weights: float
@@ -166,7 +166,8 @@ def _parameters(model: Model, layer: Layer, layout: Layout) -> tuple[float, floa
 
 
 def _head(model: Model, layout: Layout, s: Setting) -> tuple[float, float, float, float]:
-    """(activations, what stays until W, parameters, scratch) of last norm, head and loss, and of what multi-token prediction adds."""
+    """(activations, what stays until W, parameters, scratch) of last norm, head and loss, and of what multi-token
+    prediction adds."""
     heads = 1 + model.predicted
     logits = s.tokens * model.vocabulary / s.tensor
     kept = heads * (4.0 * s.tokens * s.hidden / s.cut + 4.0 * logits)

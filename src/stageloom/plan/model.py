@@ -8,9 +8,12 @@ builds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from stageloom.errors import InputError
+
+MOST_LAYERS: Final = 2_000
+"""A model has no more: those published have up to a few hundred, and to spread layers takes their number squared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stageloom.costs import Costs
+from stageloom.costs import Costs, costs_from
 from stageloom.errors import InputError
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants, fitted
@@ -94,13 +94,19 @@ def predict(
     seconds = around.seconds
     flops = model_flops(model, training)
     parts, bubble = _parts(timeline, around, [one.work.total - one.exposed.total for one in times])
-    at_most = cluster.gpu.peak["bf16" if training.dtype == "fp8" else training.dtype]
+    at_most = layout.gpus * _peak(cluster, training)
+    if measured is not None and flops > seconds * at_most:
+        raise InputError(
+            f"{measured.place}: with these times a step takes {seconds:.3g} s, and all {layout.gpus:,} GPUs need "
+            f"{flops / at_most:.3g} s for its products at their peak; times of this model and layout are needed, in "
+            f"the unit that the file states ({measured.unit})"
+        )
     return Prediction(
         schedule=order.name,
         seconds=seconds,
         tokens_per_second=training.step_tokens / seconds,
         flops=flops,
-        mfu=flops / seconds / layout.gpus / at_most,
+        mfu=flops / seconds / at_most,
         bubble=bubble,
         exposed=parts["collectives"] + parts["gradients"] + parts["tied embedding"],
         parts=parts,
@@ -109,6 +115,12 @@ def predict(
         beside=around,
         timeline=timeline,
     )
+
+
+def _peak(cluster: Cluster, training: Training) -> float:
+    """What MFU is a share of, flop/s of a GPU: in fp8 it is told of bf16's, where there is one, as is customary."""
+    peak = cluster.gpu.peak
+    return peak.get("bf16", peak["fp8"]) if training.dtype == "fp8" else peak[training.dtype]
 
 
 TIMES: Final = ("F", "B", "W", "BW", "overlap_time", "latency", "overhead")
@@ -137,7 +149,7 @@ def replaced(modelled: Costs, measured: Costs) -> Costs:
         kept.pop("BW", None)
     if "overlap_time" in given:
         kept.pop("overlap_fraction", None)
-    return Costs(**kept, **changed)
+    return costs_from(changed, measured.place, **kept)
 
 
 def _scaled(value: float | list[float] | None, scale: float) -> float | list[float] | None:
@@ -206,9 +218,9 @@ def _parts(timeline: Timeline, around: Beside, compute: list[float]) -> tuple[di
     return {
         "compute": working,
         "collectives": float(busy[rank]) - working,
-        "idle": float(around.spans[rank] - around.exposed[rank] - busy[rank]),
+        "idle": max(0.0, float(around.spans[rank] - around.exposed[rank] - busy[rank])),  # not -1e-16
         "gradients": float(around.exposed[rank]),
         "tied embedding": around.tied,
         "optimizer": around.optimizer,
         "step": around.step,
-    }, (cost - float(busy.mean())) / cost if cost else 0.0
+    }, max(0.0, cost - float(busy.mean())) / cost if cost else 0.0

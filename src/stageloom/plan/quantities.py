@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stageloom.errors import InputError
+from stageloom.files import short
 
 _PREFIXES: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -68,7 +69,7 @@ def quantity(value: object, dimension: Dimension, place: str) -> float:
     amount = _amount(value, dimension, place)
     if not math.isfinite(amount) or not dimension.least <= amount <= dimension.most:
         raise InputError(
-            f"{place}: {value!r} is {amount:g} {dimension.unit}; {dimension.title} from {dimension.least:g} to "
+            f"{place}: {short(value)} is {amount:g} {dimension.unit}; {dimension.title} from {dimension.least:g} to "
             f"{dimension.most:g} {dimension.unit} is needed, such as {dimension.example}"
         )
     return amount
@@ -76,7 +77,10 @@ def quantity(value: object, dimension: Dimension, place: str) -> float:
 
 def _amount(value: object, dimension: Dimension, place: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     found = (
         re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([^\s0-9]\S*)?\s*", value)
         if isinstance(value, str)
@@ -87,10 +91,12 @@ def _amount(value: object, dimension: Dimension, place: str) -> float:
     except ValueError:
         number = math.nan
     if found is None or math.isnan(number):
-        raise InputError(f"{place}: {value!r}; {dimension.title} is needed, such as {dimension.example}")
+        raise InputError(f"{place}: {short(value)}; {dimension.title} is needed, such as {dimension.example}")
     unit = found[2]
     if unit is None:
         return number
     if unit not in dimension.units:
-        raise InputError(f"{place}: {value!r}: {unit} is no unit of {dimension.title}; write it as {dimension.example}")
+        raise InputError(
+            f"{place}: {short(value)}: {unit} is no unit of {dimension.title}; write it as {dimension.example}"
+        )
     return number * dimension.units[unit]

@@ -132,7 +132,7 @@ def searched(
 ) -> Found:
     """As `search`."""
     run = _Run(setup, space, prepare(setup, space), slack)
-    with Crew(setup, workers) as crew:
+    with Crew(setup, min(workers, BATCH)) as crew:
         while (batch := run.next()) is not None:
             run.take(crew.scores(batch))
             if progress is not None:

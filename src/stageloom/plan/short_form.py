@@ -37,7 +37,7 @@ from typing import Any, Final
 
 from stageloom.errors import InputError
 from stageloom.plan.fields import Fields, at, fields
-from stageloom.plan.model import Attention, Experts, Latent, Layer, Mlp, Model
+from stageloom.plan.model import MOST_LAYERS, Attention, Experts, Latent, Layer, Mlp, Model
 
 STYLES: Final[dict[str, dict[str, Any]]] = {
     "llama": {"gated": True, "bias": False, "norm": "rms", "positions": "rotary", "tied": False},
@@ -51,7 +51,7 @@ def from_short_form(data: object, place: str, name: str) -> Model:
     style_name = model.choice("style", STYLES, "llama")
     style = STYLES[style_name]
     hidden = model.whole("hidden")
-    count = model.whole("layers", most=10_000)
+    count = model.whole("layers", most=MOST_LAYERS)
     attention = _attention(model, hidden, style)
     gated = model.truth("gated", style["gated"])
     biased = _bias(model, style) is True
@@ -144,7 +144,7 @@ def _experts(model: Fields, gated: bool, layers: int) -> tuple[Experts | None, i
     per_token = given.whole("per_token", most=count)
     width = given.whole("width")
     shared = given.whole("shared", 0, least=0)
-    shared_width = given.whole("shared_width", width if shared else 0, least=0)
+    shared_width = given.whole("shared_width", width if shared else 0, least=int(shared > 0))
     groups = given.whole("groups", 1, most=count)
     chosen = given.whole("groups_per_token", groups, most=groups)
     dense_layers = given.whole("dense_layers", 0, least=0, most=layers - 1)

@@ -109,7 +109,7 @@ def chunk_counts(layers: int, pipeline: int, space: Space) -> tuple[int, ...]:
 
 def _grids(model: Model, cluster: Cluster, space: Space) -> Iterator[tuple[int, int, int]]:
     for tensor in _chosen(space.tensor, _tensor_sizes(model)):
-        if cluster.gpus % tensor:
+        if cluster.gpus % tensor or _straddled(cluster, tensor) is not None:
             continue
         for pipeline in _chosen(space.pipeline, divisors(cluster.gpus // tensor)):
             if pipeline > len(model.layers) or (cluster.gpus // tensor) % pipeline:
@@ -117,6 +117,14 @@ def _grids(model: Model, cluster: Cluster, space: Space) -> Iterator[tuple[int, 
             data = cluster.gpus // tensor // pipeline
             if space.data in (None, data):
                 yield tensor, pipeline, data
+
+
+def _straddled(cluster: Cluster, tensor: int) -> int | None:
+    """The size of nodes that cut some tensor-parallel groups in two, though others lie in a node and all are taken to;
+    None where there are none. Groups larger than a node are taken to lie across nodes."""
+    if cluster.nodes == 1 or tensor > cluster.gpus_per_node:
+        return None
+    return next((group.gpus_per_node for group in cluster.groups if group.gpus_per_node % tensor), None)
 
 
 def _tensor_sizes(model: Model) -> list[int]:
@@ -168,6 +176,13 @@ def _check(model: Model, cluster: Cluster, training: Training, space: Space) -> 
             raise Refusal(
                 "sizes", f"{key} = {value}; it has to divide the {what} of {model.name}: {', '.join(map(str, right))}"
             )
+    node = None if space.tensor is None else _straddled(cluster, space.tensor)
+    if node is not None:
+        raise Refusal(
+            "sizes",
+            f"tensor = {space.tensor}; nodes of {node} GPUs would cut some groups of as many in two: a divisor of "
+            f"{node} is needed, or more than a node has",
+        )
     product = math.prod(each for each in (space.tensor, space.pipeline, space.data) if each is not None)
     if gpus % product or (None not in (space.tensor, space.pipeline, space.data) and gpus != product):
         given = " x ".join(

@@ -16,14 +16,9 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     Raises InputError where the folder is missing, the path is a folder, or it cannot be written.
     """
     target = Path(path)
-    folder = target.parent
-    if os.path.isdir(target):
-        raise InputError(f"{path}: is a folder; give the name of a file in it")
-    if _is_loop(target):
-        raise InputError(f"{path}: is a loop of links; give another path")
-    if not os.path.isdir(folder):
-        raise InputError(f"{path}: there is no folder {folder}; create it or give another path")
-    content = data.encode("utf-8") if isinstance(data, str) else data
+    check_target(target)
+    # A name may hold what is no character (half a surrogate pair, bytes of a file's name): shown as a question mark.
+    content = data.encode("utf-8", errors="replace") if isinstance(data, str) else data
     temporary = ""
     try:
         # A link is followed, so that what it points to is replaced and the link stays.
@@ -43,12 +38,20 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _is_loop(target: Path) -> bool:
+def check_target(path: str | Path) -> None:
+    """Raise InputError, before there is anything to write, where `write_whole` could not write to `path`."""
+    target = Path(path)
+    if os.path.isdir(target):
+        raise InputError(f"{path}: is a folder; give the name of a file in it")
     try:
         os.stat(target)
     except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{path}: is a loop of links; give another path") from None
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+    if not os.path.isdir(target.parent):
+        raise InputError(f"{path}: there is no folder {target.parent}; create it or give another path")
 
 
 def _mode(target: Path) -> int:

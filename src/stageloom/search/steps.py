@@ -228,11 +228,19 @@ def climb(run: Search) -> None:
                 break
 
 
+OF_AN_OP: Final = 0.15
+"""Of an op's mean time, the temperature at which short steps are annealed."""
+
+
 def anneal(run: Search) -> None:
     """Annealing on the order: from the best, and from what the best rules give, hot and cool."""
     assert run.order is not None
     portion = 0.1 * run.seconds
-    for hot, from_rules in ((0.0005, False), (0.001, True), (0.0015, False)):
+    heats = [(0.0005, False), (0.001, True), (0.0015, False)]
+    short = OF_AN_OP * run.problem.ranks / run.problem.ops
+    if short > 1.25 * heats[-1][0]:  # in a short step an op is a large part of the makespan
+        heats.append((short, False))
+    for hot, from_rules in heats:
         if run.over:
             return
         order = run.order

@@ -38,6 +38,9 @@ def _schedule_refusal(job: Job) -> str | None:
 
 def _layout_refusal(job: Job) -> str | None:
     at = job.layout
+    sizes = sorted({group.gpus_per_node for group in job.cluster.groups})
+    if len(sizes) > 1:
+        return f"it starts as many processes on each node, and the cluster has nodes of {' and '.join(map(str, sizes))}"
     if isinstance(at.recompute, tuple) and len(set(at.recompute)) > 1:
         return "it recomputes all layers alike, and the plan some of them"
     if at.tensor * at.data % at.expert:
