@@ -272,6 +272,25 @@ def evaluate(seat: Any, schedule: Schedule, inputs: Any, targets: Any) -> Any:
     }
 
 
+def losses_read(seat: Any, schedule: Schedule, data: Tensor, how: str) -> list[float]:
+    """Losses of six steps on other data each, two steps of a second pipeline of the same group among them; looked at by
+    some ranks alone, or last first, or twice."""
+    own = schedule.placement.stages_of[seat.rank]
+    made = [
+        Pipeline(
+            schedule, {(path, n): toy.stage(n) for path, numbers in enumerate(own) for n in numbers}, loss,
+            group=seat.group, on_task=doing,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    results = [made[step % 3 == 2].step(data * (step + 1), data) for step in range(6)]
+    if how == "one rank" and seat.rank:
+        return []
+    if how == "backwards":
+        return [result.loss for result in reversed(results)][::-1]
+    return [(result.loss, result.loss)[1] for result in results if how != "the last" or result is results[-1]]
+
+
 def restart(seat: Any, schedule: Schedule) -> dict[str, float]:
     """Losses of an asynchronous pipeline: fresh, further on, with the first weights loaded again; of an evaluation."""
     module = nn.Tanh() if seat.rank == 1 else toy.stage(seat.rank)

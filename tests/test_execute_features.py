@@ -11,6 +11,7 @@ import torch
 import stageloom as sl
 from feature_tasks import (
     evaluate,
+    losses_read,
     refused,
     refused_ties,
     refused_training,
@@ -87,6 +88,20 @@ def test_evaluation(record: Record, pool: Pool) -> None:
         outputs |= result["outputs"]
     for m, wanted in enumerate(expected["outputs"]):
         assert torch.allclose(outputs[m], wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["all", "backwards", "one rank", "the last"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_losses_belong_to_their_steps_whoever_reads_them_and_when(name: str, how: str, pool: Pool) -> None:
+    # Sums travel while ranks go on: one that nobody has looked at must not be taken for the next one.
+    schedule = sl.build(name, 2, 4)
+    x, _ = feed(4)
+    batch = torch.cat(x)
+    expected = [whole("toy", schedule.stages, [([one * (step + 1) for one in x], x)])["losses"][0] for step in range(6)]
+    read = pool.run(losses_read, schedule, batch, how, size=2)
+    wanted = expected[-1:] if how == "the last" else expected
+    for rank, found in enumerate(read):
+        assert found == pytest.approx([] if how == "one rank" and rank else wanted, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "interleaved-zb"])

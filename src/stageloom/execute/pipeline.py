@@ -38,7 +38,7 @@ from stageloom.execute.feeding import Feed, along, fill, same, signature
 from stageloom.execute.mesh import Mesh, grid_of
 from stageloom.execute.pairs import has_parts, join_pairs
 from stageloom.execute.replicas import Shared, Tied
-from stageloom.execute.results import StepResult, result_of
+from stageloom.execute.results import Losses, StepResult
 from stageloom.execute.sharded import Sharded
 from stageloom.execute.split import Report, prepare
 from stageloom.execute.stage import StageRunner
@@ -149,6 +149,7 @@ class Pipeline:
         self.names = names_of(self.group, self.modules, tied)
         self.shared.equalise()
         self.buffers = Buffers(self.shared)
+        self.losses = Losses(self.grid, schedule)
 
     # ----------------------------------------------------------------------------------------------- construction
 
@@ -236,7 +237,7 @@ class Pipeline:
         run = self.executor.run(self.tasks, announce=announce)
         self.shared.finish(earlier)
         self.buffers.finish()
-        return result_of(run, {}, self.grid)
+        return StepResult({}, run, self.losses.summed(run))
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Mapping[str, Any] | None = None
@@ -261,7 +262,7 @@ class Pipeline:
             microbatch: parts[0] if self.schedule.slices == 1 else join(parts, along(self.schedule))
             for microbatch, parts in slices.items()
         }
-        return result_of(run, outputs, self.grid)
+        return StepResult(outputs, run, self.losses.summed(run))
 
     def _announce(self, feed: Feed) -> bool:
         """Have shapes changed since the last step on any rank?"""
