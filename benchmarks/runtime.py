@@ -154,6 +154,7 @@ def most_in_flight(schedule: Schedule) -> int:
     return max(int(np.cumsum(step[low:high]).max()) for low, high in pairwise(schedule.offsets.tolist()))
 
 
+ROUNDS = 5  # of either runtime, taken in turns: a machine's speed drifts by more than the two differ
 CASES = (
     ("gpipe", {"order": "in-order"}, "ScheduleGPipe"),
     ("1f1b", {}, "Schedule1F1B"),
@@ -171,16 +172,18 @@ def tables(runs: int) -> Iterator[Table]:
             for microbatches in (8, 32):
                 schedule = sl.build(name, RANKS, microbatches, **options)
                 ops = int(schedule.offsets[1])
-                mine = pool.run(ours, schedule, runs, False)
-                other = pool.run(theirs, peer, microbatches, runs, False, ops)
+                turns: tuple[list[list[Measured]], list[list[Measured]]] = ([], [])
+                for _ in range(ROUNDS):
+                    turns[0].append(pool.run(ours, schedule, runs, False))
+                    turns[1].append(pool.run(theirs, peer, microbatches, runs, False, ops))
                 alive = [max(r.alive for r in pool.run(ours, schedule, 1, True))]
                 alive.append(max(r.alive for r in pool.run(theirs, peer, microbatches, 1, True, ops)))
-                figures: list[tuple[float, float]] = []
-                for ranks in (mine, other):
-                    wall = min(max(rank.wall[step] for rank in ranks) for step in range(runs))
-                    cpu = statistics.median(sum(rank.cpu) / runs / rank.ops for rank in ranks)
-                    figures.append((wall, cpu))
-                (wall, cpu), (wall_there, cpu_there) = figures
+                figures: list[tuple[float, float, float]] = []
+                for rounds in turns:
+                    walls = [max(rank.wall[step] for rank in ranks) for ranks in rounds for step in range(runs)]
+                    cpu = statistics.median(sum(rank.cpu) / runs / rank.ops for ranks in rounds for rank in ranks)
+                    figures.append((min(walls), statistics.median(walls), cpu))
+                (wall, middle, cpu), (wall_there, middle_there, cpu_there) = figures
                 rows.append(
                     (
                         name,
@@ -188,6 +191,7 @@ def tables(runs: int) -> Iterator[Table]:
                         wall * 1e3,
                         wall_there * 1e3,
                         wall_there / wall,
+                        middle_there / middle,
                         cpu * 1e6,
                         cpu_there * 1e6,
                         cpu_there / cpu,
@@ -196,11 +200,12 @@ def tables(runs: int) -> Iterator[Table]:
                         alive[1],
                     )
                 )
-    columns = ("schedule", "micro-batches", "ms a step", "PyTorch", "ratio", "CPU us an op", "PyTorch", "ratio",
-               "in flight", "boundary tensors", "PyTorch")  # fmt: skip
+    columns = ("schedule", "micro-batches", "ms a step", "PyTorch", "ratio", "of medians", "CPU us an op", "PyTorch",
+               "ratio", "in flight", "boundary tensors", "PyTorch")  # fmt: skip
     yield Table(
         f"One training step on {RANKS} Gloo processes, small stages",
-        "Wall time: the best step of the slowest rank. CPU time: median over ranks of the mean a computing op. "
+        f"Wall time: the best step of the slowest rank in {ROUNDS} rounds of {runs} steps, taken in turns; ratios of "
+        "the best and of the median steps. CPU time: median over ranks and rounds of the mean a computing op. "
         "Boundary tensors: alive on a rank at most, seen from within forwards, in a run of its own; in flight: how "
         "many the schedule itself needs.",
         columns,
