@@ -102,6 +102,18 @@ def test_amounts_are_rounded_up() -> None:
     assert amount(999.9999, "bytes") == "1000B"
 
 
+def test_schedules_in_slices_are_compared_but_are_no_rival_of_whole_microbatches() -> None:
+    words = ["-p", "4", "-m", "8", "--memory", "0.5", *QUICK]
+    data = json.loads(optimize(*words, "--compare", "--json"))
+    rows = {row["name"]: row for row in data["published"]}
+    assert (rows["seq1f1b"]["slices"], rows["seq1f1b"]["fits"], rows["seq1f1b"]["same_placement"]) == (4, True, False)
+    assert {row["slices"] for name, row in rows.items() if name != "seq1f1b"} == {1}
+    text = optimize(*words, "--compare")
+    assert "any placement: seq1f1b" in text
+    assert "with micro-batches cut in 4 slices" in text
+    assert "seq1f1b cuts micro-batches in 4 slices" in text
+
+
 def test_published_is_longer_by_the_same_per_cent_everywhere() -> None:
     text = optimize("-p", "4", "-m", "8", "--memory", "1.5", "--compare", *QUICK)
     best = next(line for line in text.splitlines() if line.startswith("published  best that fits, same placement"))

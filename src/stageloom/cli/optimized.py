@@ -103,7 +103,9 @@ def _print_published(
         more = _more(row, objective, value)
         than = "the same" if more == 0 else f"{abs(more):.2f} % {'longer' if more > 0 else 'shorter'} than this"
         twice = ", with two copies of the parameters" if row.copies > copies else ""
-        out.print(f"published  best that fits, {words}: {row.name}, {time(row.of(objective))}{unit}: {than}{twice}")
+        sliced = f", with micro-batches cut in {row.slices} slices" if row.slices > 1 else ""
+        shown = f"{row.name}, {time(row.of(objective))}{unit}: {than}{twice}{sliced}"
+        out.print(f"published  best that fits, {words}: {shown}")
     if problem.fused.any():
         out.print("           published with B and W joined where they are here", style="dim")
 
@@ -128,6 +130,9 @@ def _print_rows(problem: Problem, objective: str, value: float, rows: list[Stand
     print_columns(columns, out)
     if not all(row.fits for row in rows):
         out.print("! holds more than the limit.", style="dim")
+    for row in rows:
+        if row.slices > 1:
+            out.print(f"{row.name} cuts micro-batches in {row.slices} slices, which take their shares.", style="dim")
 
 
 def outcome_json(

@@ -22,8 +22,8 @@ TOLERANCE = 1e-9
 @dataclass(frozen=True)
 class Standing:
     """A published schedule: its makespan and cost, the fullest rank's activations (in what the limit is given in), and
-    whether every rank stays within its limit. `same_placement`: its stages stand where the found order's do. `copies`:
-    how many of the parameters it holds."""
+    whether every rank stays within its limit. `same_placement`: its stages stand where the found order's do, and it has
+    whole micro-batches. `copies`: how many of the parameters it holds. `slices`: in how many it cuts a micro-batch."""
 
     name: str
     makespan: float
@@ -32,6 +32,7 @@ class Standing:
     fits: bool
     same_placement: bool
     copies: int = 1
+    slices: int = 1
 
     def of(self, objective: str) -> float:
         return self.cost if objective == "cost" else self.makespan
@@ -41,7 +42,7 @@ def built(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     """(name with options, schedule) of every synchronous schedule of whole micro-batches that these sizes allow."""
     for record in records():
         for name, schedule in _of_record(record, problem):
-            if schedule is not None:
+            if schedule is not None and schedule.slices == 1:
                 yield name, schedule
 
 
@@ -57,8 +58,7 @@ def _of_record(record: Record, problem: Problem) -> Iterator[tuple[str, Schedule
         except StageloomError:
             yield name, None
             continue
-        if schedule.slices == 1:
-            yield name, _joined_at(schedule, problem) if problem.fused.any() else schedule
+        yield name, _joined_at(schedule, problem) if problem.fused.any() else schedule
 
 
 def _joined_at(schedule: Schedule, problem: Problem) -> Schedule:
@@ -89,9 +89,9 @@ def _joined_at(schedule: Schedule, problem: Problem) -> Schedule:
 def standings(
     problem: Problem, objective: str, progress: Callable[[str], None] | None = None
 ) -> tuple[list[Standing], list[str]]:
-    """Every synchronous schedule of whole micro-batches at the problem's sizes: those that fit first, best first; and
-    the names of those that these sizes do not allow. ZB-greedy is given the limit itself. Where stages are fused, so
-    are theirs; of a schedule with other stages all, or none."""
+    """Every synchronous schedule at the problem's sizes: those that fit first, best first; and the names of those that
+    these sizes do not allow. ZB-greedy is given the limit itself. Where stages are fused, so are theirs; of a schedule
+    with other stages all, or none."""
     rows: list[Standing] = []
     refused: list[str] = []
     for record in records():
@@ -109,8 +109,9 @@ def standings(
                     metrics.cost,
                     float(peaks_of(problem, metrics).max()),
                     fits(problem, metrics),
-                    schedule.placement == problem.placement,
+                    schedule.placement == problem.placement and schedule.slices == 1,
                     len(schedule.placement.paths),
+                    schedule.slices,
                 )
             )
     return sorted(rows, key=lambda row: (not row.fits, row.of(objective), row.peak, row.name)), refused
