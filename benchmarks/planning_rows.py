@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.published import zb_share
 from stageloom.costs import Costs
 from stageloom.plan.cluster import Cluster, Gpu, Link, cluster
 from stageloom.plan.constants import Constants
@@ -265,15 +266,14 @@ def zb_job(name: str, microbatches: int, schedule: str) -> Job:
 
 @cache
 def _zb_order(name: str, microbatches: int, schedule: str) -> Schedule:
-    """As searched for from the authors' profile: times in ms, and bytes a layer keeps (34h + 5as, of them 32h to W)."""
+    """As searched for from the authors' profile, in ms."""
     import stageloom.search  # noqa: F401  makes ZB-1p and ZB-2p known
 
     _, _, heads, hidden, sequence, *_ = next(row for row in facts("zb_models")["rows"] if row[0] == name)
     _, ranks, _, f, b, w, latency = next(
         row for row in facts("zb_profile_times")["rows"] if row[0] == name and row[2] == microbatches
     )
-    share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
-    costs = Costs(F=f, B=b, W=w, latency=latency, w_share=share)
+    costs = Costs(F=f, B=b, W=w, latency=latency, w_share=zb_share(hidden, heads, sequence))
     return find(ZB_SCHEDULES[schedule])(ranks, microbatches, costs=costs)
 
 

@@ -168,11 +168,16 @@ def zb_formulas() -> Iterator[Cell]:
             yield Cell(where, f"{column} with m <= p: makespan", expected, found)
 
 
+def zb_share(hidden: int, heads: int, sequence: int) -> float:
+    """Of a GPT layer's activations, 34h + 5as bytes a token, the part that only W frees, 32h."""
+    return 32 * hidden / (34 * hidden + 5 * heads * sequence)
+
+
 def zb_activations() -> Iterator[Cell]:
     """Activations of every worker. MB, MW: all of a micro-batch's, and the part that only W frees, per layer."""
     written = facts("zb_formulas")["activation_worker_i_1indexed"]
     for model, _, heads, hidden, sequence, ranks, *_ in facts("zb_models")["rows"]:
-        held_by_w = 32 * hidden / (34 * hidden + 5 * heads * sequence)  # the s b of both cancel
+        held_by_w = zb_share(hidden, heads, sequence)
         for column, name in (("ZB-H1", "zb-h1"), ("ZB-H2", "zb-h2")):
             peaks = run(name, ranks, 4 * ranks, Costs(w_share=held_by_w)).peak_activations
             for worker in (1, ranks // 2, ranks):

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.published import table as published_table
-from benchmarks.published import v_shaped, zb_bubble_rates
+from benchmarks.published import v_shaped, zb_bubble_rates, zb_share
 from benchmarks.report import Table
 from stageloom.costs import Costs
 from stageloom.errors import StageloomError
@@ -43,7 +43,7 @@ def paper(ranks: int, scale: Sequence[float] = ()) -> Costs:
     """The paper's costs at this depth; `scale` multiplies the stages' times."""
     depth = min((d for d in PROFILED if d >= ranks), default=32)
     f, b, w, latency, hidden, heads = PROFILED[depth]
-    share = 32 * hidden / (34 * hidden + 5 * heads * 1024)
+    share = zb_share(hidden, heads, 1024)
     times = {"F": f, "B": b, "W": w}
     if scale:
         lists = {key: [value * each for each in scale] for key, value in times.items()}

@@ -107,6 +107,20 @@ def test_a_mixed_cluster_says_what_its_gpus_count_as() -> None:
     assert answered().mixed is None
 
 
+def test_mfu_is_of_the_peak_in_fp8_where_no_gpu_of_a_mixed_cluster_has_bf16() -> None:
+    groups = [
+        replace(group, gpu=replace(group.gpu, peak={"fp8": peak}))
+        for group, peak in zip(load_cluster("h100x8").groups * 2, (2e15, 1.5e15), strict=True)
+    ]
+    job = Training(1024, 64, dtype="fp8")
+    found = plan(gpt(2048, 16, 8), Cluster("mixed", tuple(groups)), job, Space(pipeline=2, recompute=("none",)))
+    best = found.prediction
+    assert best.mfu == pytest.approx(best.flops / best.seconds / 16 / 1.5e15)
+    text = str(page(found))
+    assert "1,500 TFLOP/s in fp8 (MFU is of that)" in text
+    assert "of the peak in" not in text
+
+
 def test_on_one_stage_chunks_are_no_alternative() -> None:
     names = ("1f1b", "interleaved-1f1b")
     found = plan(gpt(2048, 16, 8), load_cluster("h100x8"), Training(1024, 64), Space(tensor=2, schedules=names))

@@ -27,6 +27,10 @@ class Gpu:
     peak: Mapping[str, float] = field(hash=False)
     bandwidth: float
 
+    def mfu_type(self, dtype: str) -> str:
+        """The type whose peak MFU is a share of: for fp8 that of bf16, where there is one, as is customary."""
+        return "bf16" if dtype == "fp8" and "bf16" in self.peak else dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

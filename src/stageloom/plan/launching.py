@@ -20,10 +20,10 @@ def launches(plan: Plan, framework: str) -> tuple[Launch, ...]:
         return _launches(plan, framework)
     except InputError as error:
         able = RUN.get(framework, ())
-        hint = f"; plan for what it runs with --schedule {' --schedule '.join(able)}" if able else ""
-        if plan.best.form.name in able:  # the schedule is not what stands in the way
-            hint = ""
-        raise InputError(f"{error}{hint}") from None
+        if not able or plan.best.form.name in able:  # the schedule is not what stands in the way
+            raise
+        words = " --schedule ".join(able)
+        raise InputError(f"{error}; plan for what it runs with --schedule {words}") from None
 
 
 def _launches(plan: Plan, framework: str) -> tuple[Launch, ...]:

@@ -83,14 +83,14 @@ def layer_kept(layer: Layer, s: Setting, recompute: Recompute) -> Kept:
     if a.latent is not None:  # of products down, and into those up
         small = width * n * (a.latent.kv_rank + (a.latent.query_rank or 0))
         inputs, gradients = inputs + small, gradients + small + width * n * a.latent.rope_width
-    stays = inputs + gradients
+    kept = whole
     if recompute == "full":
-        return Kept(2.0 * hidden / s.cut, stays, whole)
-    if recompute == "selective" and fused:
-        kept = whole - normed - middle.again - (core if a.latent is not None else 0.0)
-        return Kept(kept, stays, whole)
-    kept = whole - scores if recompute == "selective" else whole
-    return Kept(kept, stays, whole)
+        kept = 2.0 * hidden / s.cut
+    elif recompute == "selective" and fused:
+        kept -= normed + middle.again + (core if a.latent is not None else 0.0)
+    elif recompute == "selective":
+        kept -= scores
+    return Kept(kept, inputs + gradients, whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def mixed_nodes(cluster: Cluster, training: Training) -> str | None:
     if not cluster.mixed:
         return None
     gpu = cluster.gpu
-    dtype = "bf16" if training.dtype == "fp8" else training.dtype
+    dtype = gpu.mfu_type(training.dtype)
     return (
         f"they differ, and each GPU counts as the worst of them in every respect, as a step waits for the slowest: "
         f"{gpu.memory / 1e9:.1f} GB, {gpu.peak[dtype] / 1e12:,.0f} TFLOP/s in {dtype} (MFU is of that)"

@@ -63,6 +63,7 @@ def title(plan: Plan) -> str:
 
 def _chosen(plan: Plan) -> Section:
     at, best = plan.best.layout, plan.best
+    of = plan.cluster.gpu.mfu_type(plan.training.dtype)
     rows = [
         ("schedule", best.schedule + (f", {at.chunks} chunks a rank" if at.chunks > 1 else "")
          + (", on one stage: no pipeline" if at.pipeline * at.chunks == 1 else "")),
@@ -73,7 +74,7 @@ def _chosen(plan: Plan) -> Section:
         ("recompute", word(at.recompute)),
         ("layers", f"{runs(at.layers)}, by stage"),
         ("step", f"{best.seconds:.4g} s, {best.tokens_per_second:,.0f} tokens/s, MFU {share(best.mfu)}"
-         + (" of the peak in bf16" if plan.training.dtype == "fp8" else "")),
+         + (f" of the peak in {of}" if of != plan.training.dtype else "")),
         ("bubble", f"{share(best.bubble)} of the pipeline"),
         ("exposed", f"{best.exposed:.3g} s of communication that nothing hides, {share(best.exposed / best.seconds)}"),
         ("memory", f"{gigabytes(best.memory)} of {gigabytes(plan.limit)} on the fullest GPU"),

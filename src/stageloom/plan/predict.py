@@ -94,7 +94,8 @@ def predict(
     seconds = around.seconds
     flops = model_flops(model, training)
     parts, bubble = _parts(timeline, around, [one.work.total - one.exposed.total for one in times])
-    at_most = layout.gpus * _peak(cluster, training)
+    gpu = cluster.gpu
+    at_most = layout.gpus * gpu.peak[gpu.mfu_type(training.dtype)]
     if measured is not None and flops > seconds * at_most:
         raise InputError(
             f"{measured.place}: with these times a step takes {seconds:.3g} s, and all {layout.gpus:,} GPUs need "
@@ -115,12 +116,6 @@ def predict(
         beside=around,
         timeline=timeline,
     )
-
-
-def _peak(cluster: Cluster, training: Training) -> float:
-    """What MFU is a share of, flop/s of a GPU: in fp8 it is told of bf16's, where there is one, as is customary."""
-    peak = cluster.gpu.peak
-    return peak.get("bf16", peak["fp8"]) if training.dtype == "fp8" else peak[training.dtype]
 
 
 TIMES: Final = ("F", "B", "W", "BW", "overlap_time", "latency", "overhead")
@@ -168,22 +163,26 @@ def build(name: str, layout: Layout, training: Training, costs: Callable[[], Cos
     record, microbatches = find(name), layout.microbatches(training)
     options = {"chunks": layout.chunks} if any(option.name == "chunks" for option in record.options) else {}
     if record.searched:
-        return record(layout.pipeline, microbatches, costs=even(costs()), **options)
+        return found_order(name, layout.pipeline, microbatches, costs(), **options)
     return _fixed(record.name, layout.pipeline, microbatches, tuple(options.items()))
 
 
-def even(costs: Costs) -> Costs:
+def found_order(name: str, ranks: int, microbatches: int, costs: Costs, **options: Any) -> Schedule:
+    """What a published search, by its name, finds for a plan's costs."""
+    return find(name)(ranks, microbatches, costs=_even(costs), **options)
+
+
+def _even(costs: Costs) -> Costs:
     """As the authors of the published searches give costs to them: the median stage's time for all stages, and a limit
     that counts micro-batches, whatever a stage keeps of one; what B makes for W beyond that is not known to them
-    (sail-sg/zero-bubble-pipeline-parallelism, first release,
-    `get_zero_bubble_forward_backward_func`)."""
+    (sail-sg/zero-bubble-pipeline-parallelism, first release, `get_zero_bubble_forward_backward_func`)."""
 
     def median(key: str) -> float:
         values = sorted(np.ravel(getattr(costs, key)).tolist())
         return values[len(values) // 2]
 
-    even = {key: median(key) for key in ("F", "B", "W", "activation_bytes")}
-    return costs.model_copy(update=even | {"BW": None, "w_share": min(1.0, costs.w_share)})
+    medians = {key: median(key) for key in ("F", "B", "W", "activation_bytes")}
+    return costs.model_copy(update=medians | {"BW": None, "w_share": min(1.0, costs.w_share)})
 
 
 def model_flops(model: Model, training: Training) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from stageloom.plan.floors import Setup, costs_with_measured
 from stageloom.plan.forms import Form
 from stageloom.plan.layout import Layout
-from stageloom.plan.predict import Prediction, even, predict
+from stageloom.plan.predict import Prediction, found_order, predict
 from stageloom.schedule import Schedule
 from stageloom.schedules import find
 
@@ -89,7 +89,7 @@ def built(setup: Setup, layout: Layout, form: Form) -> Schedule:
     if not form.searched:
         return fixed_order(form, ranks, microbatches)
     costs = costs_with_measured(setup, layout, form)
-    return find(form.name)(ranks, microbatches, costs=even(costs), **form.all_options)
+    return found_order(form.name, ranks, microbatches, costs, **form.all_options)
 
 
 @lru_cache(maxsize=96)

@@ -92,6 +92,12 @@ class Launch:
     notes: tuple[str, ...] = ()
 
 
+def recomputed(job: Job) -> Recompute:
+    """What is recomputed of every layer, for a framework that recomputes all alike."""
+    words = job.layout.recompute
+    return words if isinstance(words, str) else words[0]
+
+
 def comments(notes: tuple[str, ...]) -> str:
     """Notes as the first lines of a file, so that they are still there when the screen is not."""
     return "".join(f"# {note}\n" for note in notes)

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Final
 
-from stageloom.plan.launch.job import Job, Launch, comments, refuse
+from stageloom.plan.launch.job import Job, Launch, comments, recomputed, refuse
 from stageloom.plan.model import Attention, Experts, Layer
 
 FRAMEWORK: Final = "Megatron-LM"
@@ -227,7 +227,7 @@ def _parallel(job: Job) -> Iterator[tuple[str, ...]]:
         yield ("--use-megatron-fsdp",)
         yield "--data-parallel-sharding-strategy", "optim_grads" if at.zero == 2 else "optim_grads_params"
         yield "--ckpt-format", "fsdp_dtensor"
-    recompute = at.recompute if isinstance(at.recompute, str) else at.recompute[0]
+    recompute = recomputed(job)
     if recompute != "none":
         yield "--recompute-granularity", recompute
     if recompute == "selective":
@@ -276,8 +276,7 @@ def _notes(job: Job) -> Iterator[str]:
 
 
 def _recompute_notes(job: Job) -> Iterator[str]:
-    recompute = job.layout.recompute if isinstance(job.layout.recompute, str) else job.layout.recompute[0]
-    if recompute != "selective":
+    if recomputed(job) != "selective":
         return
     layers = job.model.layers
     if any(layer.mlp is not None for layer in layers):

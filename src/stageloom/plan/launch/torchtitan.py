@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from stageloom.plan.launch.job import Job, Launch, comments, refuse
+from stageloom.plan.launch.job import Job, Launch, comments, recomputed, refuse
 from stageloom.plan.model import Model
 
 FRAMEWORK: Final = "torchtitan"
@@ -109,7 +109,7 @@ def settings(job: Job, csv: str | None = None, folded: bool = False) -> dict[str
     """The TOML's tables."""
     name, size = flavor(job.model) or ("", "")
     at, training = job.layout, job.training
-    recompute = at.recompute if isinstance(at.recompute, str) else at.recompute[0]
+    recompute = recomputed(job)
     replicas = at.data if at.zero == 0 else 1  # FSDP shards over the rest
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": replicas,
