@@ -89,3 +89,26 @@ main()
         late.cancel()
     assert process.returncode == 130
     assert time.perf_counter() - began < 10  # it has been given 20 s of effort
+
+
+def test_ctrl_c_while_the_solver_is_being_imported_is_not_taken_for_a_missing_solver() -> None:
+    """Within the start of a compiled module an interrupt becomes an ImportError; the search would go on without it."""
+    program = """
+import signal, sys
+from stageloom.search import exact
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ortools.util.python.sorted_interval_list":
+            print("importing", flush=True)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+try:
+    exact.load()
+except KeyboardInterrupt:
+    print("interrupted")
+assert exact.load() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "importing\ninterrupted\n"), done.stderr

@@ -18,7 +18,7 @@ import numpy as np
 from stageloom.errors import MissingExtra
 from stageloom.search.order import evaluate, starts
 from stageloom.search.problem import UNLIMITED, Ints, Problem
-from stageloom.search.solving import solve
+from stageloom.search.solving import held_interrupts, solve
 
 TICKS: Final = 2_000_000
 """Whole-number steps of time in which the longest makespan is counted."""
@@ -40,7 +40,8 @@ class Solved:
 def load() -> Any:
     """The solver. Raises MissingExtra where it is not installed."""
     try:
-        from ortools.sat.python import cp_model
+        with held_interrupts():
+            from ortools.sat.python import cp_model
     except ImportError:
         raise MissingExtra("the exact search", "ortools", "search") from None
     return cp_model

@@ -3,10 +3,31 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Final
 
 PAUSE: Final = 0.05
+
+
+@contextmanager
+def held_interrupts() -> Generator[None]:
+    """Ctrl-C waits for the end of the block. For imports of compiled modules: those that import others while they
+    begin turn an interrupt into "initialization failed", which reads as if they were not installed."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield  # Python tells only its main thread of signals, and can put back only a handler of its own
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def solve(solver: Any, model: Any) -> Any:
