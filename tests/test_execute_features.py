@@ -22,7 +22,10 @@ from feature_tasks import (
     train_whole_decoder,
     whole,
 )
+from stageloom.execute.channel import Posts
+from stageloom.execute.tasks import Task, tasks_of
 from stageloom.execute.workers import Failure, Pool
+from stageloom.lower import Code, lower
 from stageloom.schedule import Schedule
 from stageloom.schedules import Record, records
 from toy import LENGTH, WIDTH, data
@@ -282,6 +285,25 @@ def test_windows_change_nothing(name: str, pool: Pool) -> None:
     for other in results[1:]:
         for one, same in zip(results[0], other, strict=True):
             assert one["losses"] == same["losses"]
+
+
+@pytest.mark.parametrize(
+    ("window", "posted"), [(1, [1, 1, 1, 1, 1]), (2, [2, 1, 1, 1]), (3, [3, 2]), (4, [4, 1]), (5, [5]), (9, [5])]
+)
+def test_receives_are_posted_some_together(window: int, posted: list[int]) -> None:
+    """`posted`: how many of five are posted together, at the start and each time that half of the window is used up."""
+    tasks = tasks_of(lower(sl.build("gpipe", 2, 5)), 1)
+    made: list[Task] = []
+    posts = Posts(tasks, window, lambda task: made.append(task) or task)  # type: ignore[func-returns-value, arg-type, return-value]
+    counts = [len(made)]
+    receives = [task for task in tasks if task.code is Code.RECV]
+    for expected in receives:
+        assert posts.take(0) is expected
+        before = len(made)
+        posts.ahead(0)
+        counts.append(len(made) - before)
+    assert made == receives
+    assert [count for count in counts if count] == posted
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])

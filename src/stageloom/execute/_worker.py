@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from stageloom.errors import RankError
+from stageloom.execute.groups import use_loopback
 
 if sys.platform == "linux":
     import fcntl
@@ -176,8 +176,7 @@ def _settle(threads: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
-    for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+    use_loopback()
 
 
 def _perform(order: Task, rank: int, store: dist.Store) -> Returned | Raised:

@@ -105,7 +105,7 @@ class Sender:
 
     def send(self, row: int, tensors: list[Tensor], link: Link, announce: Spec | None = None) -> None:
         """Start to send; with `announce` the spec goes first."""
-        group, rank = link
+        group, rank, tag = link
         leaving = [_sendable(tensor) for tensor in tensors]
         if self.net.staged:
             leaving = [to_wire(tensor, self.net.wire) for tensor in leaving]
@@ -114,7 +114,7 @@ class Sender:
             told = (torch.tensor([len(packed)]), packed)
             leaving = [*(move(tensor, self.net.control) for tensor in told), *leaving]
         # the group's own send and receive: dist.isend and irecv look the group up again for every tensor
-        self.under_way[row] = [(group.send([tensor], rank, 0), tensor) for tensor in leaving]
+        self.under_way[row] = [(group.send([tensor], rank, tag), tensor) for tensor in leaving]
         self.most = max(self.most, len(self.under_way))
 
     def reap(self, rows: tuple[int, ...]) -> None:
@@ -130,43 +130,49 @@ class Sender:
 
 def receive_spec(link: Link, net: Net) -> Spec:
     """The spec that a sender announces before its message."""
-    group, rank = link
+    group, rank, tag = link
     size = torch.zeros(1, dtype=torch.int64, device=net.control)
-    group.recv([size], rank, 0).wait()
+    group.recv([size], rank, tag).wait()
     packed = torch.empty(int(size), dtype=torch.uint8, device=net.control)
-    group.recv([packed], rank, 0).wait()
+    group.recv([packed], rank, tag).wait()
     return pickle.loads(packed.cpu().numpy().tobytes())
 
 
 def post(spec: Spec, link: Link, net: Net) -> Posted:
     """Start to receive a message of this spec."""
-    group, rank = link
+    group, rank, tag = link
     buffers = [
         torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=net.wire, pin_memory=net.staged)
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     ]
-    return Posted([group.recv([each], rank, 0) for each in buffers], buffers, spec, net)
+    return Posted([group.recv([each], rank, tag) for each in buffers], buffers, spec, net)
 
 
 class Posts:
-    """Receives posted ahead: of every sender the next few, in the order sent."""
+    """Receives posted ahead: of every sender the next few, in the order sent.
+
+    At most `window`, and more are posted when no more than half of them are left: Gloo tells the sender of each one by
+    a message, and to read two together costs its reader little more than to read one.
+    """
 
     def __init__(self, tasks: list[Task], window: int, make: Callable[[Task], Posted]) -> None:
         self.make = make
+        self.window = window
         self.waiting: dict[int, deque[Task]] = {}
         for task in tasks:
             if task.code is Code.RECV:
                 self.waiting.setdefault(task.peer, deque()).append(task)
         self.posted: dict[int, deque[Posted]] = {peer: deque() for peer in self.waiting}
         for peer in self.waiting:
-            for _ in range(window):
-                self.ahead(peer)
+            self.ahead(peer)
 
     def ahead(self, peer: int) -> None:
-        """Post one more receive from a sender."""
-        waiting = self.waiting[peer]
-        if waiting:
-            self.posted[peer].append(self.make(waiting.popleft()))
+        """Post more receives from a sender, if it is time to."""
+        waiting, posted = self.waiting[peer], self.posted[peer]
+        if len(posted) > self.window // 2:
+            return
+        while waiting and len(posted) < self.window:
+            posted.append(self.make(waiting.popleft()))
 
     def take(self, peer: int) -> Posted:
         """The receive that was posted first."""

@@ -115,8 +115,8 @@ def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     raise InputError(f"group: its backends are {known}, none of which sends tensors of {device}")
 
 
-Link = tuple[dist.ProcessGroup, int]
-"""The group in which to reach another rank, and its number there."""
+Link = tuple[dist.ProcessGroup, int, int]
+"""The group in which to reach another rank, its number there, and the tag of the messages."""
 
 
 @dataclass
@@ -124,7 +124,9 @@ class Net:
     """How this rank reaches others. `device` is where its stages live, `wire` where messages start and end.
 
     One group for all where the backend matches messages by pair (Gloo); one a directed edge where it orders all
-    messages of a group (NCCL).
+    messages of a group (NCCL). In a group for all, messages up the ranks have another tag than those down: a Gloo group
+    of two interfaces (`groups.use_loopback`) gives each tag connections and a thread of its own. That thread cannot
+    read a connection on which a send has just begun and meanwhile spins, on a core that a busy machine has no other of.
     """
 
     group: dist.ProcessGroup
@@ -139,10 +141,10 @@ class Net:
         self.staged = self.device.type != self.wire.type  # messages go through main memory on the way
 
     def to(self, peer: int) -> Link:
-        return self.outgoing.get(peer, (self.group, peer))
+        return self.outgoing.get(peer, (self.group, peer, int(self.rank < peer)))
 
     def source(self, peer: int) -> Link:
-        return self.incoming.get(peer, (self.group, peer))
+        return self.incoming.get(peer, (self.group, peer, int(peer < self.rank)))
 
 
 def net_of(group: dist.ProcessGroup, program: Program, device: torch.device, edge_groups: bool | None) -> Net:
@@ -176,10 +178,10 @@ def _edges(
         own = groups[ends]
         other = dist.get_group_rank(own, ends[1] if rank == source else ends[0])
         if rank == source:
-            outgoing[target] = own, other
+            outgoing[target] = own, other, 0
             own.send([token], other, 0).wait()
         else:
-            incoming[source] = own, other
+            incoming[source] = own, other, 0
             own.recv([token], other, 0).wait()
     return outgoing, incoming
 

@@ -70,7 +70,7 @@ class Executor:
         net: Net,
         beside: Callable[[Task], None],
         *,
-        window: int = 2,
+        window: int = 3,
         on_task: Callable[[str], None] | None = None,
         check_finite: bool = False,
         joints: Mapping[int, Joint] | None = None,

@@ -10,12 +10,24 @@ in rounds. In each round a process makes one group, of itself alone if it has no
 # (torch leaks unknown types)
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
 Ranks = tuple[int, ...]
+
+
+def use_loopback() -> None:
+    """Have the Gloo groups that this process makes stay on this machine, so that no name has to be looked up.
+
+    The interface is named twice: a group then has two connections between any two ranks, and a thread for each of both
+    (see `devices.Net`).
+    """
+    for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        os.environ["GLOO_SOCKET_IFNAME"] = f"{name},{name}"
 
 
 def make_groups(wanted: Iterable[Ranks], everyone: dist.ProcessGroup) -> dict[Ranks, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import socket
 import sys
 import time
 import warnings
@@ -186,9 +185,9 @@ def _prepare(invited: Invitation) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if invited.local_size == invited.size and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # one node: no name has to be looked up
-        for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        from stageloom.execute.groups import use_loopback
+
+        use_loopback()
 
 
 def _short(error: Exception) -> str:

@@ -82,7 +82,7 @@ class Pipeline:
         For inputs whose shapes, and values that are no tensors, stay as in the first step: saves ranks an exchange a
         step. Others are refused.
     window
-        Receives posted ahead, a sender.
+        Receives posted ahead at most, a sender; more are posted when no more than half of them are left.
     device
         Where this rank's stages live; their parameters' device unless given. Inputs and targets are moved there.
     edge_groups
@@ -110,7 +110,7 @@ class Pipeline:
         dynamic: bool = False,
         static: bool = False,
         optimizer: Make | None = None,
-        window: int = 2,
+        window: int = 3,
         device: str | torch.device | None = None,
         edge_groups: bool | None = None,
         check_finite: bool = False,

@@ -21,8 +21,8 @@ from stageloom.schedule import Schedule
 STAR: Final = 16
 """Ranks up to which the one that has the losses sends their sum to all others itself."""
 
-TAG: Final = 1
-"""Of messages with sums of losses; all others have 0."""
+TAG: Final = 2
+"""Of messages with sums of losses; those of ops have 0 and 1."""
 
 
 class Sum:
