@@ -20,6 +20,7 @@ from mesh_tasks import (
     refused,
     refused_training,
     reload,
+    reload_whole,
     train,
     train_asynchronously,
     train_experts,
@@ -374,6 +375,16 @@ def test_stages_in_shards_load_whole_tensors(wrap: str, layout: Layout, pool: Po
         assert found
         for name, (wanted, loaded) in found.items():
             assert torch.equal(wanted, loaded), name
+
+
+def test_stages_in_shards_of_shards_load_whole_tensors() -> None:
+    """Tensor parallel stages sharded over data ranks. In processes of their own: torch keeps meshes of groups that are
+    gone, and takes one for the new one that equals it."""
+    with Pool(4, timeout=60) as fresh:
+        for found in fresh.run(reload_whole, sl.build("1f1b", ALONG_DATA["pp"], 4), ALONG_DATA, "tp fsdp"):
+            assert found
+            for name, (wanted, loaded) in found.items():
+                assert torch.equal(wanted, loaded), name
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

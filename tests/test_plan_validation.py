@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from benchmarks import planning
-from benchmarks.planning_rows import TABLES
+from benchmarks.planning import TABLES
 
 from stageloom.plan.constants import fitted
 
 PAGE = (Path(__file__).parents[1] / "docs" / "validation.md").read_text(encoding="utf-8")
 ROWS = {
     "korthikanti": 19, "megatron table 1": 5, "zb throughput": 24, "zb memory": 24, "vtrain multi": 56,
-    "vtrain single": 720,
+    "vtrain single": 720, "h100 bf16": 25, "h100 fp8": 25,
 }  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def test_the_mean_error_over_all_rows_is_within_the_promise(name: str) -> None:
     assert planning.mean_error(name) <= TABLES[name][1]
 
 
-@pytest.mark.parametrize("name", [name for name in TABLES if name not in ("zb memory", "vtrain multi")])
+@pytest.mark.parametrize("name", ["korthikanti", "megatron table 1", "zb throughput", "vtrain single"])
 def test_each_half_is_within_it_too(name: str) -> None:
     assert planning.mean_error(name, True) <= TABLES[name][1]
     assert planning.mean_error(name, False) <= TABLES[name][1]
