@@ -82,10 +82,9 @@ def summary() -> Table:
         )  # fmt: skip
     note = (
         "Mean absolute error over all rows, none left out. The constants were fitted on every other row of each table "
-        "of times on A100s; memory and H100s were not fitted. The model's form was chosen with all rows but H100's in "
-        "sight; the share of 8-bit products is from DeepSeek-V3's kernels, which scale blocks, where the H100 rows "
-        "scale whole tensors. vTrain, which profiles kernels on the same GPUs as its rows, reports 14.7 % for its "
-        "multi-node rows (arXiv 2312.12391)."
+        "of times on A100s, and the share of 8-bit products on every other H100 row in FP8; memory and BF16 on H100s "
+        "were not fitted. The model's form was chosen with all rows but H100's in sight. vTrain, which profiles "
+        "kernels on the same GPUs as its rows, reports 14.7 % for its multi-node rows (arXiv 2312.12391)."
     )
     columns = ("table", "rows", "target", "mean error", "fitted half", "held-out half", "largest")
     return Table("Predicted and measured", note, columns, tuple(found))
@@ -156,10 +155,10 @@ def ranks() -> Table:
 # ---------------------------------------------------------------- DeepSeek-V3
 
 DEEPSEEK: Final = Training(
-    4096, 15360, 1, "fp8", "adam-bf16", zero=1, recompute="selective", communication_share=20 / 132
+    4096, 15360, 1, "fp8", "adam-bf16", zero=1, recompute="selective", communication_share=20 / 132, scaling="block"
 )
-"""As arXiv 2412.19437 describes it: 4,096 tokens, batches of 15,360, FP8, BF16 moments, ZeRO 1, cheap parts recomputed,
-20 of 132 multiprocessors for communication."""
+"""As arXiv 2412.19437 describes it: 4,096 tokens, batches of 15,360, FP8 scaled by block, BF16 moments, ZeRO 1, cheap
+parts recomputed, 20 of 132 multiprocessors for communication."""
 
 
 @cache

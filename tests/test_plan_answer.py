@@ -140,7 +140,7 @@ def test_an_expert_heavy_model_gets_pairs_and_a_dense_one_does_not() -> None:
     model = load_model("deepseek-v3")
     model = replace(model, layers=model.layers[3:19], predicted=0)
     cluster = load_cluster("h800x128")
-    training = Training(4096, 512, dtype="fp8", communication_share=20 / 132, optimizer="adam-bf16")
+    training = Training(4096, 512, dtype="fp8", communication_share=20 / 132, optimizer="adam-bf16", scaling="block")
     space = Space(pipeline=4, tensor=1, expert=32, microbatch=1, recompute=("selective", "full"))
     sparse = search(model, cluster, training, space)
     assert sparse.best.form.paired, sparse.best

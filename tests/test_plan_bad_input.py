@@ -417,6 +417,13 @@ FILES: Final[list[tuple[Callable[[Path], object], str, str | bytes, str]]] = [
         "global_batch: 15360 sequences cannot be cut into micro-batches of 20000; nearest: 20000",
     ),
     (load_training, "t.yaml", JOB + "dtype: int8\n", "dtype: 'int8'; one of bf16, fp16, fp8 is needed"),
+    (load_training, "t.yaml", JOB + "scaling: row\n", "scaling: 'row'; one of tensor, block is needed"),
+    (
+        load_training,
+        "t.yaml",
+        JOB + "scaling: block\n",
+        "scaling: block; only dtype fp8 scales its inputs, and this is bf16",
+    ),
     (load_training, "t.yaml", JOB + "optimizer: adamw\n", "optimizer: 'adamw'; one of adam, adam-bf16, sgd is needed"),
     (load_training, "t.yaml", JOB + "zero: 4\n", "zero: 4; a whole number from 0 to 3 is needed"),
     (load_training, "t.yaml", JOB + "recompute: some\n", "recompute: 'some'; one of none, selective, full is needed"),

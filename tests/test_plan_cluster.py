@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_a_training_file_and_its_overrides(tmp_path: Path) -> None:
     assert job == Training(4096, 15360, dtype="fp8", tokens=14.8e12)
     assert job.step_tokens == 62_914_560
     assert load_training(file, global_batch=3072, dtype=None).global_batch == 3072
+    assert load_training(file, scaling="block") == replace(job, scaling="block")
 
 
 def test_recomputation_may_be_said_layer_by_layer(tmp_path: Path) -> None:

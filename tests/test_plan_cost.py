@@ -198,7 +198,7 @@ def test_gradients_are_reduced_in_the_bubble_where_it_leaves_room() -> None:
 def test_a_mixture_of_experts_overlaps_all_to_all_only_in_pairs() -> None:
     model, cluster = load_model("deepseek-v3"), load_cluster("h800x2048")
     chosen = Layout(1, 16, 128, expert=64, recompute="selective", layers=spread(61, 16))
-    training = Training(4096, 128 * 32, 1, "fp8", "adam-bf16", communication_share=20 / 132)
+    training = Training(4096, 128 * 32, 1, "fp8", "adam-bf16", communication_share=20 / 132, scaling="block")
     costs = stage_costs(model, cluster, training, chosen)
     assert 0.5 < costs.overlap_factor() < 0.9
     dense = stage_costs(MODEL, CLUSTER, TRAINING, layout())
@@ -207,6 +207,14 @@ def test_a_mixture_of_experts_overlaps_all_to_all_only_in_pairs() -> None:
         predict(model, cluster, training, chosen, "dualpipe").seconds
         < predict(model, cluster, training, chosen, "1f1b").seconds
     )
+
+
+def test_eight_bits_are_quicker_than_sixteen_and_slower_scaled_by_block() -> None:
+    model, cluster, plain = load_model("llama3-8b"), load_cluster("h100x8"), Training(4096, 16, 1)
+    chosen = Layout(1, 8, 1, layers=spread(32, 8))
+    runs = (plain, replace(plain, dtype="fp8"), replace(plain, dtype="fp8", scaling="block"))
+    sixteen, tensor, block = (predict(model, cluster, run, chosen, "1f1b").seconds for run in runs)
+    assert tensor < block < sixteen
 
 
 # ------------------------------------------------------------------ all-to-all

@@ -221,6 +221,8 @@ def test_megatrons_selective_recomputation_is_the_plans_as_far_as_it_goes(
     args = arguments(launched.text)
     assert (args.recompute_granularity, args.recompute_modules) == ("selective", modules)
     assert (args.fp8_format, args.fp8_recipe) == ("hybrid", "tensorwise")
+    blocks = replace(plan, training=replace(plan.training, scaling="block"))
+    assert arguments(megatron.launch(blocks).text).fp8_recipe == "blockwise"
     said = [note for note in launched.notes if note.startswith("Megatron-LM makes") or "recomputes" in note]
     assert len(said) == len(notes)
     assert all(part in note for part, note in zip(notes, said, strict=True)), said
@@ -306,7 +308,9 @@ def test_folded_stages_are_told_from_looped_ones() -> None:
     assert not torch_csv.folded(build("interleaved-1f1b", ranks=4, microbatches=8).placement)
 
 
+BLOCKS: Final = replace(job("llama3-8b", "1f1b", data=8), training=Training(8192, 8, 1, dtype="fp8", scaling="block"))
 TITAN_REFUSES: Final = [
+    (BLOCKS, "its fp8 has a factor for each tensor, not for each block"),
     (job("gpt3-175b", "1f1b", pipeline=8), "it ships no model of these sizes; it has llama3 8B"),
     (job("llama3-8b", "dualpipe", pipeline=4, data=2), "it has no schedule of this name (1f1b, gpipe"),
     (job("llama3-8b", "zb-v", 64, pipeline=4, data=2, chunks=1), "zb-v has two chunks a rank, not 1"),

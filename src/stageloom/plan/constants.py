@@ -17,8 +17,9 @@ from importlib.resources import files
 class Constants:
     """Shares of nominal figures, and times in seconds.
 
-    product_share, product_share_fp8: of the peak, by a large matrix product in 16 and 8 bits; product_tiles: tiles of
-    128 x 128 results of depth 4096 at which a product reaches half of that. memory_share: of the memory's bandwidth, by
+    product_share, product_share_fp8, product_share_blocks: of the peak, by a large matrix product in 16 bits, in 8 bits
+    that are scaled by tensor, and by block; product_tiles: tiles of 128 x 128 results of depth 4096 at which a product
+    reaches half of that. memory_share: of the memory's bandwidth, by
     kernels that only move data; score_share: by softmax and dropout of attention's scores (exponentials, sums, random
     numbers). attention_forward, attention_backward: of the peak, by fused attention. kernel: what each kernel adds for
     starting and draining. host_forward, host_backward: the host's time to launch a layer's kernels; host_collective:
@@ -30,6 +31,7 @@ class Constants:
 
     product_share: float
     product_share_fp8: float
+    product_share_blocks: float
     product_tiles: float
     memory_share: float
     score_share: float

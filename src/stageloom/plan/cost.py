@@ -46,7 +46,7 @@ def setting(
 ) -> Setting:
     """What the layers' times depend on. Raises InputError where the GPU has no products of the training's type."""
     return Setting(
-        on=_machine(cluster, training.dtype, constants),
+        on=_machine(cluster, training.dtype, constants, training.scaling),
         constants=constants,
         software=software,
         hidden=model.hidden,

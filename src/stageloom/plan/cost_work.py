@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stageloom.errors import InputError
 from stageloom.plan.cluster import Cluster
 from stageloom.plan.constants import Constants
-from stageloom.plan.training import Dtype
+from stageloom.plan.training import Dtype, Scaling
 
 TILE = 128
 DEPTH = 4096  # of a tile's product: together the unit in which a product's size is counted
@@ -45,15 +45,18 @@ class Machine:
     start: float
 
 
-def machine(cluster: Cluster, dtype: Dtype, constants: Constants) -> Machine:
+def machine(cluster: Cluster, dtype: Dtype, constants: Constants, scaling: Scaling = "tensor") -> Machine:
     """What the slowest GPU of `cluster` reaches. Raises InputError where it has no products of that type."""
     gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
     if dtype not in gpu.peak:
         raise InputError(f"dtype: {dtype}; {gpu.name} has no matrix products of it, only {', '.join(gpu.peak)}")
+    share = constants.product_share
+    if dtype == "fp8":
+        share = constants.product_share_blocks if scaling == "block" else constants.product_share_fp8
     core = gpu.peak.get("bf16", gpu.peak.get("fp16", gpu.peak[dtype])) if dtype == "fp8" else gpu.peak[dtype]
     network = between.bandwidth / cluster.oversubscription
     return Machine(
-        peak=gpu.peak[dtype] * (constants.product_share_fp8 if dtype == "fp8" else constants.product_share),
+        peak=gpu.peak[dtype] * share,
         core_peak=core * constants.product_share,
         memory=gpu.bandwidth * constants.memory_share,
         scores=gpu.bandwidth * constants.score_share,

@@ -13,6 +13,7 @@ The keys, with what those left out mean:
     sequence_parallel: true
     communication_share: 0  # of the GPU's multiprocessors
     tokens: 14.8T           # how many the run is to see; left out: no target
+    scaling: tensor         # block; of 8-bit inputs
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from stageloom.plan.cluster import Cluster
 from stageloom.plan.fields import Fields, at, fields
 from stageloom.plan.model import Model
 from stageloom.plan.quantities import TOKENS
-from stageloom.plan.training import DTYPES, OPTIMIZERS, RECOMPUTES, Dtype, Optimizer, Recompute, Training
+from stageloom.plan.training import (
+    DTYPES,
+    OPTIMIZERS,
+    RECOMPUTES,
+    SCALINGS,
+    Dtype,
+    Optimizer,
+    Recompute,
+    Scaling,
+    Training,
+)
 
 
 def load_training(path: str | Path, **override: Any) -> Training:
@@ -55,6 +66,7 @@ def training_from(data: dict[str, Any], place: str, **override: Any) -> Training
         "sequence_parallel": job.truth("sequence_parallel", True),
         "communication_share": job.number("communication_share", 0.0, least=0.0, most=1.0),
         "tokens": job.amount("tokens", TOKENS) if job.has("tokens") else None,
+        "scaling": cast("Scaling", job.choice("scaling", SCALINGS, "tensor")),
     }
     job.done()
     with at(place):

@@ -55,9 +55,10 @@ def page(plan: Plan) -> tuple[Section, ...]:
 def title(plan: Plan) -> str:
     """What was asked."""
     training = plan.training
+    blocks = " scaled by block" if training.scaling == "block" else ""
     return (
         f"{plan.model.name} on {plan.cluster.name}: sequences of {training.sequence:,}, {training.global_batch:,} a "
-        f"step, {training.dtype}, ZeRO {training.zero}"
+        f"step, {training.dtype}{blocks}, ZeRO {training.zero}"
     )
 
 

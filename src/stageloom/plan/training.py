@@ -10,9 +10,11 @@ from stageloom.errors import InputError
 Dtype = Literal["bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Optimizer = Literal["adam", "adam-bf16", "sgd"]
+Scaling = Literal["tensor", "block"]
 
 DTYPES: Final = get_args(Dtype)
 RECOMPUTES: Final = get_args(Recompute)
+SCALINGS: Final = get_args(Scaling)
 OPTIMIZERS: Final[dict[str, int]] = {"adam": 12, "adam-bf16": 8, "sgd": 8}
 """Bytes of state a parameter, the FP32 master copy included: two FP32 moments, two BF16 ones (DeepSeek-V3, section
 3.3.3), one FP32.
@@ -32,7 +34,9 @@ class Training:
     optimiser state, 2 and gradients, 3 and parameters. recompute: nothing; the attention core ("selective", arXiv
     2205.05198); whole layers ("full"); or one of these a layer of the model. sequence_parallel: norms and residuals
     cut along the sequence over the tensor-parallel ranks. communication_share: share of the GPU's multiprocessors
-    that all-to-alls take (DeepSeek-V3: 20 of 132). tokens: how many the run is to see, None without a target.
+    that all-to-alls take (DeepSeek-V3: 20 of 132). tokens: how many the run is to see, None without a target. scaling:
+    of 8-bit inputs, one factor a tensor (Transformer Engine's delayed and current scaling) or one a block of some 128
+    values (DeepSeek-V3), which takes longer.
     Raises InputError naming the field, its value and what would be right.
     """
 
@@ -47,6 +51,7 @@ class Training:
     sequence_parallel: bool = True
     communication_share: float = 0.0
     tokens: float | None = None
+    scaling: Scaling = "tensor"
 
     def __post_init__(self) -> None:
         for key, value in (("sequence", self.sequence), ("global_batch", self.global_batch)):
@@ -69,6 +74,8 @@ class Training:
             raise InputError(f"zero: {self.zero}; a stage of ZeRO is needed: 0, 1, 2 or 3")
         if not 0 <= self.communication_share < 1:
             raise InputError(f"communication_share: {self.communication_share}; a share from 0 to below 1 is needed")
+        if self.scaling != "tensor" and self.dtype != "fp8":
+            raise InputError(f"scaling: {self.scaling}; only dtype fp8 scales its inputs, and this is {self.dtype}")
         if self.tokens is not None and not self.tokens >= self.step_tokens:
             raise InputError(f"tokens: {self.tokens:g} are fewer than the {self.step_tokens:,} of one step")
 

@@ -196,7 +196,7 @@ def _training(job: Job) -> Iterator[tuple[str, ...]]:
     if training.dtype == "fp8":
         yield "--fp8-format", "hybrid"
         # Of its recipes the default, delayed scaling, does not go together with selective recomputation.
-        yield "--fp8-recipe", "tensorwise"
+        yield "--fp8-recipe", "blockwise" if training.scaling == "block" else "tensorwise"
     yield "--optimizer", "sgd" if training.optimizer == "sgd" else "adam"
     if training.optimizer == "adam-bf16":
         yield ("--use-precision-aware-optimizer",)

@@ -82,6 +82,8 @@ def refusal(job: Job, csv: str | None = None, folded: bool = False) -> str | Non
         return "it recomputes all layers alike, and the plan some of them"
     if job.training.dtype == "fp16":
         return "it trains in bf16 or fp8, not in fp16"
+    if job.training.scaling == "block":
+        return "its fp8 has a factor for each tensor, not for each block"
     if at.tensor > 1 and not at.sequence_parallel:
         return "its tensor parallelism is sequence parallel always"
     shards = 1 if at.zero == 0 else at.data
