@@ -232,7 +232,12 @@ def constants() -> Table:
         (name, f"{one['value']:.4g}", one["unit"], one["meaning"], one["from"])
         for name, one in json.loads(text)["constants"].items()
     )
-    note = "Written by `python -m benchmarks.fit_planning --write`."
+    note = (
+        "Written by `python -m benchmarks.fit_planning --write`, before the last changes to the model's form. Fitted "
+        "anew (the same without `--write`), tables of times change by at most 0.6 points, vTrain's for the better, and "
+        "one of the six orders turns (6.2B, 32 micro-batches); these were kept. Starts of kernels, tiles and the "
+        "host's times make up for one another: each alone is known roughly only."
+    )
     return Table("Constants", note, ("name", "value", "unit", "meaning", "from"), found)
 
 
