@@ -120,12 +120,7 @@ def reload(seat: Any, schedule: Schedule, layout: Layout, wrap: str) -> dict[str
     """Load the state of a whole model into wrapped stages: what was to come to this process, and what came."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh = mesh_of(layout)
-    numbers = schedule.placement.stages_of[mesh.get_local_rank("pp")][0]
-    modules = {n: WRAPS[wrap](feature_tasks.MAKERS["toy"](n), mesh) for n in numbers}
-    pipeline = Pipeline(schedule, modules, feature_tasks.loss, mesh=mesh, on_task=doing)
-    state = _numbered(pipeline, schedule)
-    pipeline.load_state_dict(state)
+    pipeline, state = _loaded(schedule, layout, wrap)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for key, held in pipeline.state_dict().items():
         whole_one, given = state[key], cast("Any", held)
@@ -140,23 +135,25 @@ def reload(seat: Any, schedule: Schedule, layout: Layout, wrap: str) -> dict[str
 
 def reload_whole(seat: Any, schedule: Schedule, layout: Layout, wrap: str) -> dict[str, tuple[Tensor, Tensor]]:
     """As `reload`, for shards of shards, whose place in the whole torch does not tell: all of them put together."""
-    mesh = mesh_of(layout)
-    numbers = schedule.placement.stages_of[mesh.get_local_rank("pp")][0]
-    modules = {n: WRAPS[wrap](feature_tasks.MAKERS["toy"](n), mesh) for n in numbers}
-    pipeline = Pipeline(schedule, modules, feature_tasks.loss, mesh=mesh, on_task=doing)
-    state = _numbered(pipeline, schedule)
-    pipeline.load_state_dict(state)
+    pipeline, state = _loaded(schedule, layout, wrap)
     loaded = {key: whole(held) for key, held in pipeline.state_dict().items()}
     return {key: (state[key], held) for key, held in loaded.items() if held is not None}
 
 
-def _numbered(pipeline: Pipeline, schedule: Schedule) -> dict[str, Tensor]:
-    """The state of a whole model in which no two numbers of a tensor are alike."""
-    return {
+def _loaded(schedule: Schedule, layout: Layout, wrap: str) -> tuple[Pipeline, dict[str, Tensor]]:
+    """A pipeline of wrapped stages into which this state of a whole model was loaded: no two numbers of a tensor in it
+    are alike."""
+    mesh = mesh_of(layout)
+    numbers = schedule.placement.stages_of[mesh.get_local_rank("pp")][0]
+    modules = {n: WRAPS[wrap](feature_tasks.MAKERS["toy"](n), mesh) for n in numbers}
+    pipeline = Pipeline(schedule, modules, feature_tasks.loss, mesh=mesh, on_task=doing)
+    state = {
         pipeline.names.of(n, name): torch.arange(1.0, 1 + tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + n
         for n in range(schedule.stages)
         for name, tensor in feature_tasks.MAKERS["toy"](n).state_dict().items()
     }
+    pipeline.load_state_dict(state)
+    return pipeline, state
 
 
 def _fsdp(module: nn.Module, mesh: DeviceMesh, *names: str, nested: bool = False) -> nn.Module:
