@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.planning_rows import Job, Row, facts
+from benchmarks.planning_rows import Job, Row, facts, seconds_of
 from stageloom.plan.layout import Layout, spread
 from stageloom.plan.load_cluster import load_cluster
 from stageloom.plan.model import Model
@@ -41,13 +41,9 @@ def _rows(dtype: Dtype) -> list[Row]:
             one = Job(model, load_cluster(f"h100x{count}"), training, layout, schedule, software)
             label = f"{name} ({recipe}), {count} GPUs, TP {t}, PP {p}, micro-batch {micro}"
             rows.append(
-                Row(f"h100 {dtype}", label, measured, _seconds(one), fitted=dtype == "fp8" and len(rows) % 2 == 0)
+                Row(f"h100 {dtype}", label, measured, seconds_of(one), fitted=dtype == "fp8" and len(rows) % 2 == 0)
             )
     return rows
-
-
-def _seconds(one: Job) -> Callable[[Any], float]:
-    return lambda constants: one.run(constants).seconds
 
 
 @cache

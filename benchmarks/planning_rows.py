@@ -104,7 +104,8 @@ def job(
     return Job(model, cluster, training, layout, schedule or ("1f1b" if chunks == 1 else "interleaved-1f1b"), software)
 
 
-def _seconds(one: Job) -> Callable[[Constants], float]:
+def seconds_of(one: Job) -> Callable[[Constants], float]:
+    """How a row predicts the step of a run."""
     return lambda constants: one.run(constants).seconds
 
 
@@ -123,7 +124,7 @@ def vtrain_multi() -> list[Row]:
             batch=batch, microbatch=micro, tensor=t, data=d, pipeline=p, recompute="full",
         )  # fmt: skip
         label = f"{facts('vtrain_ground_truth_multi')['rows'][at][0]}B, micro-batch {micro}, TP {t}, DP {d}, PP {p}"
-        rows.append(Row("vtrain multi", label, ms / 1e3, _seconds(one), at % 2 == 0))
+        rows.append(Row("vtrain multi", label, ms / 1e3, seconds_of(one), at % 2 == 0))
     return rows
 
 
@@ -140,7 +141,7 @@ def vtrain_single() -> list[Row]:
             batch=batch, microbatch=micro, tensor=t, data=d, pipeline=p, recompute="none",
         )  # fmt: skip
         label = f"h {hidden}, L {layers}, batch {batch}, micro-batch {micro}, TP {t}, DP {d}, PP {p} ({gpus} GPUs)"
-        rows.append(Row("vtrain single", label, ms / 1e3, _seconds(one), at % 2 == 0))
+        rows.append(Row("vtrain single", label, ms / 1e3, seconds_of(one), at % 2 == 0))
     return rows
 
 
@@ -183,7 +184,7 @@ def megatron_table_1() -> list[Row]:
             batch=batch, microbatch=micro, tensor=t, data=gpus // (t * p), pipeline=p, recompute="full", chunks=chunks,
         )  # fmt: skip
         label = f"{billions}B, {gpus} GPUs, TP {t}, PP {p}, batch {batch}"
-        rows.append(Row("megatron table 1", label, flops / (gpus * tflops * 1e12), _seconds(one), at % 2 == 0))
+        rows.append(Row("megatron table 1", label, flops / (gpus * tflops * 1e12), seconds_of(one), at % 2 == 0))
     return rows
 
 
@@ -221,7 +222,7 @@ def korthikanti() -> list[Row]:
                 sequence_parallel=parallel,
             )  # fmt: skip
             label = f"iteration of {name}, " + ("full recompute" if recompute == "full" else "selective+SP")
-            rows.append(Row("korthikanti", label, seconds, _seconds(one), len(rows) % 2 == 0))
+            rows.append(Row("korthikanti", label, seconds, seconds_of(one), len(rows) % 2 == 0))
     return rows
 
 
@@ -288,7 +289,7 @@ def zb_throughput() -> list[Row]:
             one = zb_job(config["model"], config["m"], name)
             seconds = one.training.global_batch / config["gpus"] / rate
             label = f"{config['model']}, {config['m']} micro-batches, {name}"
-            rows.append(Row("zb throughput", label, seconds, _seconds(one), at % 2 == 0))
+            rows.append(Row("zb throughput", label, seconds, seconds_of(one), at % 2 == 0))
     return rows
 
 

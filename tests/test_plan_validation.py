@@ -23,7 +23,7 @@ def test_the_mean_error_over_all_rows_is_within_the_promise(name: str) -> None:
     assert planning.mean_error(name) <= TABLES[name][1]
 
 
-@pytest.mark.parametrize("name", ["korthikanti", "megatron table 1", "zb throughput", "vtrain single", "h100 fp8"])
+@pytest.mark.parametrize("name", [name for name in TABLES if name not in ("zb memory", "vtrain multi", "h100 bf16")])
 def test_each_half_is_within_it_too(name: str) -> None:
     assert planning.mean_error(name, True) <= TABLES[name][1]
     assert planning.mean_error(name, False) <= TABLES[name][1]

@@ -8,7 +8,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from stageloom.execute.devices import Link, Net, move, to_wire
 from stageloom.execute.tasks import Task
 from stageloom.lower import Code
+
+WINDOW: Final = 3
+"""Receives posted ahead of a sender at most, unless told otherwise."""
 
 
 @dataclass(frozen=True)

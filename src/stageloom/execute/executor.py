@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stageloom.errors import StageloomError
 from stageloom.execute.channel import (
+    WINDOW,
     Posted,
     Posts,
     Sender,
@@ -70,7 +71,7 @@ class Executor:
         net: Net,
         beside: Callable[[Task], None],
         *,
-        window: int = 3,
+        window: int = WINDOW,
         on_task: Callable[[str], None] | None = None,
         check_finite: bool = False,
         joints: Mapping[int, Joint] | None = None,

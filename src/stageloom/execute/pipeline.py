@@ -32,6 +32,7 @@ from stageloom.execute.arguments import (
     said,
 )
 from stageloom.execute.buffers import Buffers
+from stageloom.execute.channel import WINDOW
 from stageloom.execute.devices import control_device, device_of, net_of
 from stageloom.execute.executor import Executor
 from stageloom.execute.feeding import Feed, along, fill, same, signature
@@ -110,7 +111,7 @@ class Pipeline:
         dynamic: bool = False,
         static: bool = False,
         optimizer: Make | None = None,
-        window: int = 3,
+        window: int = WINDOW,
         device: str | torch.device | None = None,
         edge_groups: bool | None = None,
         check_finite: bool = False,

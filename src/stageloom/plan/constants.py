@@ -19,14 +19,13 @@ class Constants:
 
     product_share, product_share_fp8, product_share_blocks: of the peak, by a large matrix product in 16 bits, in 8 bits
     that are scaled by tensor, and by block; product_tiles: tiles of 128 x 128 results of depth 4096 at which a product
-    reaches half of that. memory_share: of the memory's bandwidth, by
-    kernels that only move data; score_share: by softmax and dropout of attention's scores (exponentials, sums, random
-    numbers). attention_forward, attention_backward: of the peak, by fused attention. kernel: what each kernel adds for
-    starting and draining. host_forward, host_backward: the host's time to launch a layer's kernels; host_collective:
-    more for each tensor-parallel collective; host_softmax: more where the softmax falls back to several kernels;
-    host_head: for head and loss. inside_share, network_share: of a link's bandwidth; exchange_share: of either, by
-    all-to-alls; collective: start of a collective. message: what a message between stages takes beside its bytes.
-    step: once a step.
+    reaches half of that. memory_share: of the memory's bandwidth, by kernels that only move data; score_share: by
+    softmax and dropout of attention's scores (exponentials, sums, random numbers). attention_forward,
+    attention_backward: of the peak, by fused attention. kernel: what each kernel adds for starting and draining.
+    host_forward, host_backward: the host's time to launch a layer's kernels; host_collective: more for each
+    tensor-parallel collective; host_softmax: more where the softmax falls back to several kernels; host_head: for head
+    and loss. inside_share, network_share: of a link's bandwidth; exchange_share: of either, by all-to-alls; collective:
+    start of a collective. message: what a message between stages takes beside its bytes. step: once a step.
     """
 
     product_share: float
